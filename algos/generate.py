@@ -68,13 +68,13 @@ from data_prep.lib.images import encode_prompt, image_token_ids, load_processor
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, use_template
-from data_prep.lib.thoughts import after_thought
 from envs.calls import learn_calls
 from envs.pool import EnvPool
 from rewards.manager import check_environments
 from system import cpu
 from system.families import hf_overrides, takes_images, vllm_names
 from system.files import HELD, digest_of_file, digests_of_model, hold, replacing
+from system.thoughts import after_thought
 from system.turns import ENV_WORKERS, Limits, converse
 
 COLUMNS = ("responses", "response_tokens", "finish_reasons", "episodes")  # the last one with --env

@@ -25,8 +25,8 @@ import tyro
 from data_prep.difficulty import unanswered, whole_rows
 from data_prep.lib.conversations import says_nothing
 from data_prep.lib.schema import OPTIONAL, write_parquet
-from data_prep.lib.thoughts import MARKS, after_thought, first, pattern
 from data_prep.prepare import run
+from system.thoughts import MARKS, after_thought, first, pattern
 
 
 @dataclass

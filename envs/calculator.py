@@ -12,7 +12,7 @@ import operator
 import re
 from fractions import Fraction
 
-from data_prep.lib.thoughts import reply_of
+from system.thoughts import reply_of
 
 MAX_CHARS, MAX_BITS = 200, 256  # of an expression; of a numerator or denominator
 OPERATORS = {

@@ -12,12 +12,12 @@ from copy import copy
 from functools import partial
 
 from data_prep.lib.templates import TOOLS, Conversation, render, shows_tools, special_tokens
-from data_prep.lib.thoughts import reply_of
 from data_prep.lib.turns import prompt_and_turn
 from envs import messages as plain_messages
 from envs.tools import UNREADABLE, calls_after_thought, harmony
 from system import cpu
 from system.text import one_line
+from system.thoughts import reply_of
 
 ONE = "zqtool", dict(text="New York, NY", number=3, names=["a", "b c"], on=True)
 HARD = "zqtool", dict(text='L\'Aquila "x"\nis <b>北京', number=-1, names=[], on=False)

@@ -6,7 +6,7 @@ the number at once, and a tenth of it less for each turn before.  extra_info of 
 
 import re
 
-from data_prep.lib.thoughts import reply_of
+from system.thoughts import reply_of
 
 
 class Guess:

@@ -14,9 +14,9 @@ from itertools import count
 
 import aiohttp
 
-from data_prep.lib.thoughts import reply_of
 from envs.tools import ToolEnv
 from rewards.manager.calls import awaited
+from system.thoughts import reply_of
 
 READS = ("OPENENV_URL",)
 URL = os.environ.get("OPENENV_URL", "").rstrip("/")

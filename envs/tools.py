@@ -15,10 +15,10 @@ from contextlib import suppress
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 
-from data_prep.lib.thoughts import CLOSING, OPENING, reply_of
 from rewards.manager.calls import awaited
 from rewards.sandbox import SandboxError
 from system.text import one_line
+from system.thoughts import CLOSING, OPENING, reply_of
 
 TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 CHANNELS = re.compile(r"to=functions\.([^\s<]+)[^{]*?<\|message\|>(.*?)(?:<\|(?:call|end)\|>|\Z)", re.DOTALL)
@@ -77,7 +77,8 @@ def _json(call):
         call = json.loads(call) if isinstance(call, str) else call
         arguments = call["arguments"]
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return str(call["name"]), dict(arguments or {})
+        if isinstance(call["name"], str) and (arguments is None or isinstance(arguments, dict)):
+            return call["name"], arguments or {}
     return UNREADABLE
 
 

@@ -15,10 +15,10 @@ from verifiers.v1.state import state_cls
 from verifiers.v1.utils.decorators import discover_decorated
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-from data_prep.lib.thoughts import reply_of
 from envs.tools import ToolEnv, unique
 from rewards.manager.calls import awaited
 from system.text import one_line
+from system.thoughts import reply_of
 
 READS = ("VERIFIERS_CONFIG",)
 

@@ -1,6 +1,6 @@
 """1 if the response is the ground truth, except for case and white space, else 0."""
 
-from data_prep.lib.thoughts import reply_of
+from system.thoughts import reply_of
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -3,9 +3,9 @@ r"""Geometry3K: 0.9 for a correct answer in the last \boxed{}, and 0.1 for the f
 The format: the response begins with a thought, and a \boxed{...} follows it. A thought gives no answer.
 """
 
-from data_prep.lib.thoughts import OPENING, reply_of
 from rewards.boxed import last_boxed
 from rewards.mathematics.equivalence import judge
+from system.thoughts import OPENING, reply_of
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -13,8 +13,8 @@ import re
 
 import regex
 
-from data_prep.lib.thoughts import reply_of
 from rewards.mathematics.units import NUMBER_WORD
+from system.thoughts import reply_of
 
 WINDOW = 1000  # characters that may follow the answer
 DIGITS = frozenset("0123456789")

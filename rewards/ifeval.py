@@ -13,8 +13,8 @@ import json
 import re
 from contextlib import suppress
 
-from data_prep.lib.thoughts import reply_of
 from rewards import ifeval_parts as parts
+from system.thoughts import reply_of
 
 
 def count(pattern, text):

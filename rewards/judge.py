@@ -24,8 +24,8 @@ from contextvars import ContextVar
 
 import openai
 
-from data_prep.lib.thoughts import QUOTES, reply_of
 from rewards.rubric import rubric_of
+from system.thoughts import QUOTES, reply_of
 
 TRIES, RETRIES = 3, 10_000  # answers without a verdict; requests of the client while the judge is busy
 FORMS = ["json_schema", "json_object", "none"]  # of an answer: those that the server may still know

@@ -13,7 +13,7 @@
 
 import re
 
-from data_prep.lib.thoughts import CLOSING, OPENING, reply_of
+from system.thoughts import CLOSING, OPENING, reply_of
 
 TAGS = OPENING, CLOSING, re.compile("<answer>"), re.compile("</answer>")  # each is there once at most
 ANSWER = re.compile("<answer>(.*)</answer>", re.DOTALL)

@@ -3,10 +3,10 @@ r"""MATH: 1 if the last \boxed{} of the response equals the ground truth, else 0
 A thought gives no answer.  The rules of equality: mathematics/equivalence.py.
 """
 
-from data_prep.lib.thoughts import reply_of
 from rewards import math_verify
 from rewards.boxed import last_boxed
 from rewards.mathematics.equivalence import judge
+from system.thoughts import reply_of
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -10,9 +10,9 @@ r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the groun
 
 import re
 
-from data_prep.lib.thoughts import reply_of
 from rewards.boxed import LABEL, LABELLED, last_boxed
 from rewards.mathematics.equivalence import judge
+from system.thoughts import reply_of
 
 WINDOW = 1000
 NO_PART = re.compile(r"(?:the )?(?:final )?(?:answer|sum|value|result) is", re.IGNORECASE)

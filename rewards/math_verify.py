@@ -12,10 +12,10 @@ import re
 
 import regex
 
-from data_prep.lib.thoughts import reply_of
 from rewards.boxed import LABELLED, last_boxed
 from rewards.mathematics.equivalence import judge
 from rewards.mathematics.units import NAMES
+from system.thoughts import reply_of
 
 WINDOW = 1000
 FORMULA = re.compile(

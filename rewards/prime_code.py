@@ -14,7 +14,8 @@ after the thought.  The ground truth is JSON text, or a dict: {"inputs": [...], 
   JSON: a tuple is a list, keys are strings, True is 1; a float allows TOLERANCE.
 - "test": Python code with `check(candidate)`, of LeetCode's data and HumanEval, and "entry_point", what it is
   called with, such as `Solution().f`; or with functions `test_...` of pytest, as in KodCode.  Each assert in
-  such a function is an assert_case; a function with other statements is one as a whole.
+  such a function is an assert_case, after the imports, constants and helpers of the file; a function with
+  other statements is one as a whole.
 - "assert_case": texts of Python code that must hold; inputs and outputs do not matter.  Of
   `assert f(3) == 9` only `f(3)` goes into the program's sandbox.  Any other code runs in a second sandbox,
   where functions of the program are stand-ins that ask for their results.  So no code of the program
@@ -35,10 +36,10 @@ import textwrap
 from contextlib import closing, contextmanager
 from functools import partial
 
-from data_prep.lib.thoughts import reply_of
 from rewards.programs.checks import check_asserts, check_calls, check_texts
 from rewards.programs.outputs import same_json
 from rewards.sandbox.calls import encode
+from system.thoughts import reply_of
 
 # The first word is the language
 FENCE = re.compile(
@@ -136,20 +137,57 @@ def read_tests(ground_truth):
 
 
 def asserts_of(test, entry_point):
-    """The asserts in the functions of a test, with the entry point in the place of their parameter."""
+    """The asserts of the test functions of a file, with the entry point in the place of their parameter.
+
+    Imports, constants and helpers of the file come before each. A function with other statements is one test.
+    """
+    functions = []
+    before = []
+    for statement in ast.parse(test).body:
+        if isinstance(statement, ast.FunctionDef) and re.match("check$|test", statement.name):
+            functions.append(statement)
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            before += imported(statement)
+        elif not is_docstring(statement):
+            before.append(ast.unparse(statement))
     found = []
-    for function in ast.parse(test).body:
-        if not isinstance(function, ast.FunctionDef):
-            continue
+    for function in functions:
         parameters = [parameter.arg for parameter in function.args.args]
+        if function.decorator_list or (parameters and not entry_point):
+            raise ValueError(f"{function.name} of the test needs arguments that are not given")
         for node in ast.walk(function):
             if isinstance(node, ast.Name) and node.id in parameters:
                 node.id = entry_point
-        body = [ast.unparse(statement) for statement in function.body]
-        if not all(isinstance(statement, ast.Assert) for statement in function.body):
-            body = ["\n".join(body)]
-        found += body
+        body = [statement for statement in function.body if not is_docstring(statement)]
+        tests = [[statement] for statement in body if calls_something(statement)]
+        if not all(isinstance(statement, ast.Assert) for statement in body):
+            tests = [body]
+        found += ["\n".join([*before, *map(ast.unparse, statements)]) for statements in tests]
     return found
+
+
+def imported(statement):
+    """The lines of an import of a test; what is the program's is there.
+
+    ValueError for what is not installed.
+    """
+    modules = [getattr(statement, "module", None)]
+    if modules == ["solution"]:
+        return [f"{name.asname} = {name.name}" for name in statement.names if name.asname]
+    if isinstance(statement, ast.Import):
+        modules = [name.name for name in statement.names]
+    for module in modules:
+        if str(module).partition(".")[0] not in sys.stdlib_module_names:
+            raise ValueError(f"the test imports {module}, which the sandbox does not have")
+    return [ast.unparse(statement)]
+
+
+def is_docstring(statement):
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def calls_something(statement):
+    return any(isinstance(node, ast.Call) for node in ast.walk(statement))
 
 
 def as_dict(truth):

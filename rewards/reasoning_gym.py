@@ -10,8 +10,8 @@ import io
 from functools import cache
 from importlib.util import find_spec
 
-from data_prep.lib.thoughts import reply_of
 from rewards.manager.worker import call_in_worker
+from system.thoughts import reply_of
 
 TIMEOUT_S = 20.0  # of a processor; the first call of a task also loads its data
 EVALUATED = """

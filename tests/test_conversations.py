@@ -30,9 +30,9 @@ from data_prep import rejection
 from data_prep.lib import templates, turns
 from data_prep.lib.images import encode_prompt
 from data_prep.lib.schema import write_parquet
-from data_prep.lib.thoughts import after_thought
 from data_prep.lib.turns import encode_messages
 from envs.messages import observation
+from system.thoughts import after_thought
 
 TEMPLATES = ROOT / "tests/fixtures/chat_templates"
 PUBLISHED = [case["template"] for case in golden("rows_of_shapes")]

@@ -9,9 +9,9 @@ ROOMS = "system", "rewards", "envs", "data_prep/lib", "data_prep", "algos/varian
 # what the files of a room may import besides those of their own room
 MAY = {
     "system": ("rewards", "envs", "data_prep/lib"),
-    "rewards": ("system/arguments", "system/plugins", "system/text"),
-    "envs": ("rewards", "data_prep/lib", "system/cpu", "system/plugins", "system/text"),
-    "data_prep/lib": ("system/arguments", "system/files", "system/text"),
+    "rewards": ("system/arguments", "system/plugins", "system/text", "system/thoughts"),
+    "envs": ("rewards", "data_prep/lib", "system/cpu", "system/plugins", "system/text", "system/thoughts"),
+    "data_prep/lib": ("system/arguments", "system/files", "system/text", "system/thoughts"),
     "data_prep": ROOMS[:4],
     "algos/variants": ("system/arguments", "system/plugins"),
     "algos": (*ROOMS[:4], "algos/variants"),

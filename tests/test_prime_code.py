@@ -14,7 +14,7 @@ from conftest import golden
 
 from rewards import load_reward_fn, prime_code, sandbox
 from rewards.manager import RewardManager
-from rewards.prime_code import compute_score, find_program
+from rewards.prime_code import check_row, compute_score, find_program
 from rewards.programs import checks
 from rewards.programs.outputs import same_json, same_text
 from rewards.sandbox.calls import decode, encode
@@ -330,6 +330,18 @@ def test_b():
     x = add(2, 2)
     assert x == 4
 """
+HELPED = """from solution import add as plus
+from math import sqrt as root
+FOUR = 4
+def three():
+    return root(9)
+def test_a():
+    "a docstring"
+    assert True, "no test"
+    assert plus(1, 2) == three()
+def test_b():
+    assert plus(2, 2) == FOUR
+"""
 METHOD = "class Solution:\n    def add(self, a, b): return {}"
 
 
@@ -339,11 +351,25 @@ METHOD = "class Solution:\n    def add(self, a, b): return {}"
         (dict(test=LEETCODE, entry_point="Solution().add"), METHOD),
         (dict(test=LEETCODE, entry_point="add"), "def add(a, b): return {}"),
         (dict(test=KODCODE), "def add(a, b): return {}"),
+        (dict(test=HELPED), "def add(a, b): return {}"),
     ],
 )
 def test_tests_of_leetcode_and_kodcode(truth, program):
     for body, score in (("a + b", 1), ("a * b", 0.5), ("0", 0)):
         assert compute_score("apps", program.format(body), truth)["score"] == score
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import pytest\ndef test_a(): assert f(1)",
+        "def check(f): assert f(1)",
+        "@x\ndef test_a(): assert f(1)",
+    ],
+)
+def test_tests_that_cannot_run_here_are_refused(test):
+    with pytest.raises(ValueError, match=r"broken tests of a program: .*the test"):
+        check_row("apps", dict(test=test), {})
 
 
 @pytest.mark.parametrize("fence", ["python:a.py", "python3.11", "Python,ignore", "python title=a", "py {.x}"])
