@@ -4,18 +4,24 @@ An entry of the cache is a directory CACHE/KEY with the file and the number of r
 a hash of all that the entry depends on.
 """
 
+import ctypes
 import hashlib
 import inspect
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from bisect import bisect
-from contextlib import suppress
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, suppress
 from datetime import date
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -187,22 +193,67 @@ def tokenise(new, paths, wanted, fields, encode):
     """Write the Arrow file `new` of the rows of files -> how many there were."""
     count, quiet = 0, not sys.stderr.isatty() or int(os.environ.get("RANK", 0)) > 0
     bar = tqdm(desc="tokenising", unit=" rows", disable=quiet, delay=3)
+    work = partial(rows_of, fields=fields, encode=encode)
     with open(new, "wb") as out, bar:
         with pa.ipc.new_file(out, fields) as file:
-            for path in paths:
-                first = count
-                for rows in schema.read_rows(path, wanted):
-                    values = rows_of(rows, count, f"{path}: row ", first, fields, encode)
-                    file.write(pa.RecordBatch.from_pylist(values, fields))
-                    count += len(rows)
-                    bar.update(len(rows))
+            for number, batch in on_all_cores(work, numbered(paths, wanted)):
+                file.write(batch)
+                count += number
+                bar.update(number)
         out.flush()
         os.fsync(out.fileno())  # so that a power cut leaves no entry with holes
     return count
 
 
-def rows_of(rows, count, where, first, fields, encode):
-    """What `encode` makes of rows, number `count` and the next ones; `where` one is that it does not take."""
+def numbered(paths, wanted):
+    """Yield lists of rows of files, the number of the first one over all files and in its file, the file."""
+    count = 0
+    for path in paths:
+        first = count
+        for rows in schema.read_rows(path, wanted):
+            yield rows, count, f"{path}: row ", first
+            count += len(rows)
+
+
+def on_all_cores(function, items):
+    """Yield function(item) in the order of the items; after the first in forks, one for each core."""
+    cores = 1
+    if sys.platform == "linux":  # elsewhere a fork may not use what has been loaded
+        cores = len(os.sched_getaffinity(0))
+    pool = None
+    waiting = deque()
+    with ExitStack() as stack:
+        for number, item in enumerate(items):
+            if number == 0 or cores == 1:
+                yield function(item)
+                continue
+            if pool is None:
+                os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else a fork gives a warning
+                fork = multiprocessing.get_context("fork")
+                pool = ProcessPoolExecutor(cores, fork, begin_fork, (function,))
+                stack.callback(pool.shutdown, cancel_futures=True)
+            waiting.append(pool.submit(call_in_fork, item))
+            if len(waiting) == 2 * cores:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def begin_fork(function):
+    """What a fork calls is inherited: it cannot be sent. The fork ends with the process that made it."""
+    global in_fork
+    in_fork = function
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def call_in_fork(item):
+    return in_fork(item)
+
+
+def rows_of(item, fields, encode):
+    """-> how many rows an item of `numbered` has, and what `encode` makes of them."""
+    rows, count, where, first = item
     values, numbers = [], range(count, count + len(rows))
     for i, row in zip(numbers, rows):
         if row["images"] and "images" not in fields.names:
@@ -215,4 +266,4 @@ def rows_of(rows, count, where, first, fields, encode):
         name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         number = count + len(values) - first
         raise ValueError(f"{where}{number}: {' '.join(f'{name}{error}'.split())}") from None
-    return sum(values, [])
+    return len(rows), pa.RecordBatch.from_pylist(list(chain.from_iterable(values)), fields)
