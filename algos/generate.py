@@ -62,7 +62,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from data_prep.lib.conversations import check_prompt
+from data_prep.lib.conversations import RL, check_prompt
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
@@ -100,8 +100,8 @@ def load_prompts(args, tokenizer, tools):
     sees = takes_images(args.model, (args.data,))
     refuse((sees and args.env, f"--env {args.env}: {args.model} takes images, which turns do not"))
     columns = dict(prompt=args.prompt_key)
-    if args.env and "extra_info" in source.names:
-        columns["extra_info"] = "extra_info"
+    if args.env:  # which reads what a reward does
+        columns = RL | columns
     prompts = {}
     count = 0
     for row in chain.from_iterable(read_rows(args.data, columns)):

@@ -103,7 +103,9 @@ def test_conversations_from_a_file(tmp_path):
     [row], _, truncated, dropped = sft.load_examples([file], args, conversation_tokenizer())
     [expected] = sft.encode_messages(MESSAGES, conversation_tokenizer())
     expected = sft.split(*expected)
-    assert row == dict(expected, ends=[conversation_tokenizer().eos_token_id], truncated=False, index=0)
+    assert row == dict(
+        expected, ends=[conversation_tokenizer().eos_token_id], truncated=False, lost=0, index=0
+    )
     assert (truncated, dropped) == (0, 1)
     with pytest.raises(ValueError, match=r"rows.parquet: row 0: the chat template: unknown role tool$"):
         sft.load_examples([file], args, make_tokenizer())

@@ -38,7 +38,6 @@ from system.arguments import fail
 
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
 IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
-RL = "data_source", "prompt", "reward_model", "extra_info"
 
 
 class Rows:
@@ -92,13 +91,15 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
                 return (values for row, i in zip(rows, numbers) for values in encode([row], [i]))
             raise
         for i, row, found, x in zip(numbers, rows, values, shown):
-            text = json.dumps({name: row[name] for name in RL} | dict(tools=x), default=source.as_text)
+            text = json.dumps(
+                {name: row[name] for name in conversations.RL} | dict(tools=x), default=source.as_text
+            )
             found |= dict(group=i, images=row["images"], row=text, data_source=row["data_source"])
         return [[row] * (0 < len(row["prompt_ids"]) <= max_length) for row in values]
 
     fields = dict(prompt_ids=IDS, group=INT, row=pa.string(), data_source=pa.string())
     fields |= dict(sampler_ids=IDS, images=IMAGES) if sees else {}
-    rows, dropped = encoded_rows(paths, tokenizer, dict(zip(RL, RL)), fields, encode, (max_length, tools))
+    rows, dropped = encoded_rows(paths, tokenizer, conversations.RL, fields, encode, (max_length, tools))
     if paths and not rows:
         names = ", ".join(map(str, paths))
         raise ValueError(f"{names}: no prompt of 1 to {max_length} tokens (--max_prompt_length)")
