@@ -37,6 +37,7 @@ from data_prep.lib import conversations, images, schema, source, templates
 from system.arguments import fail
 
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
+AT_ONCE = 100  # rows that a process tokenises: all cores are to have some
 IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
 
 
@@ -211,9 +212,11 @@ def numbered(paths, wanted):
     count = 0
     for path in paths:
         first = count
-        for rows in schema.read_rows(path, wanted):
-            yield rows, count, f"{path}: row ", first
-            count += len(rows)
+        for batch in schema.read_rows(path, wanted):
+            for i in range(0, len(batch), AT_ONCE):
+                rows = batch[i : i + AT_ONCE]
+                yield rows, count, f"{path}: row ", first
+                count += len(rows)
 
 
 def on_all_cores(function, items):
