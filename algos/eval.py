@@ -120,7 +120,7 @@ def load_responses(path, key):
     """Rows of a file with `texts`, the responses: a list of strings, of one length in the whole file."""
     source = Source(path)
     names = [key, *(name for name in OPTIONAL if name in source.names)]
-    asked = json.loads(source.metadata.get(b"made_by", "{}")).get("prompt_key", "prompt")  # by generate.py
+    asked = source.metadata.get(b"prompt_key", b"prompt").decode()  # by generate.py
     wanted = RL | {name: name for name in names} | dict(prompt=asked)
     if columns_of(source.names, dict(prompt=asked))["prompt"] not in source.names:
         del wanted["prompt"]

@@ -261,7 +261,8 @@ def main(args):
             for row in pq.read_table(path, columns=["response_tokens"])[0].to_pylist():
                 tokens += sum(row)
         with replacing(args.output) as new:
-            source.write(new, map(pq.read_table, shards))
+            about = dict(prompt_key=args.prompt_key)  # what a judge is shown by eval.py
+            source.write(new, (pq.read_table(path).replace_schema_metadata(about) for path in shards))
         HELD.pop(Path(f"{args.output}.shards")).close()  # NFS does not remove a directory with an open file
         shutil.rmtree(f"{args.output}.shards")
         print(f"{args.output}: {len(prompts)} of {count} prompts, {tokens / seconds:.0f} tokens/s")

@@ -204,7 +204,7 @@ def test_a_reward_is_shown_what_was_asked(tmp_path):
     table = pa.Table.from_pylist([row])
     for key, expected in (("riddle", "2+2="), (None, "1+2=")):
         if key:
-            table = table.replace_schema_metadata(dict(made_by=json.dumps(dict(prompt_key=key))))
+            table = table.replace_schema_metadata(dict(prompt_key=key))
         pq.write_table(table, tmp_path / "g.parquet")
         [found] = load_responses(str(tmp_path / "g.parquet"), "responses")
         assert found["prompt"] == [dict(role="user", content=expected)] and found["ground_truth"] == "3"
