@@ -312,7 +312,7 @@ def show_teacher(args, rows, tokenizer):
             known = dict(
                 prompt=row["prompt"][-1]["content"],
                 answer=row["extra_info"].get("answer"),
-                solution=others[0] if others else "",
+                solution=others[0] if others else None,
                 feedback=row["reward"].get("feedback"),
             )
             text = teacher_text(args.teacher_prompt, known)
@@ -334,7 +334,7 @@ def show_teacher(args, rows, tokenizer):
 def teacher_text(templates, known):
     """The first of the templates all of whose fields are known, filled in; None: there is none."""
     for template in templates:
-        if all(known[field] for field in FIELD.findall(template)):
+        if not any(known[field] in (None, "") for field in FIELD.findall(template)):
             return FIELD.sub(lambda field: str(known[field[1]]), template)
     return None
 

@@ -302,6 +302,7 @@ def reference_logps(policy, rows, order, args):
             digest.update(part.to_numpy().tobytes())
     if isinstance(rows, Mismatched):
         digest.update(rows.others)
+        digest.update(str(rows.max_length).encode())
     path = Path(args.output_dir, f"reference/{digest.hexdigest()[:32]}.npy")
     rank = dist.get_rank()
     found = [None]
@@ -328,7 +329,7 @@ def before_training(policy, rows, order, args):
     """Columns of the rows that only the model as it was loaded can make, by `reference_logps`."""
     columns = dict(reference=reference_logps(policy, rows, order, args))
     if args.loss == "kto" and rows:
-        other = Mismatched(rows, args.seed)
+        other = Mismatched(rows, args.seed, args.max_length)
         columns |= dict(other=other, other_reference=reference_logps(policy, other, order, args))
     return columns
 
@@ -507,11 +508,12 @@ def split(ids, trained):
 
 
 class Mismatched:
-    """KTO: each prompt of the rows with the response of another row, drawn once."""
+    """KTO: each prompt of the rows with the response of another row, drawn once, cut at max_length."""
 
-    def __init__(self, rows, seed):
+    def __init__(self, rows, seed, max_length):
         order = np.random.default_rng(seed).permutation(len(rows))
         self.rows = rows
+        self.max_length = max_length
         self.others = np.empty_like(order)
         self.others[order] = np.roll(order, 1)
 
@@ -519,7 +521,12 @@ class Mismatched:
         return len(self.rows)
 
     def __getitem__(self, i):
-        return self.rows[self.others[i]] | dict(prompt_ids=self.rows[i]["prompt_ids"])
+        prompt_ids = self.rows[i]["prompt_ids"]
+        row = self.rows[self.others[i]] | dict(prompt_ids=prompt_ids)
+        for name in RESPONSES:
+            for what in ("ids", "trained"):
+                row[f"{name}_{what}"] = row[f"{name}_{what}"][: self.max_length - len(prompt_ids)]
+        return row | dict(tokens=[sum(row[f"{name}_trained"]) for name in RESPONSES])
 
     def column(self, name):
         return self.rows.column(name)  # in the order of the rows

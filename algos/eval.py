@@ -11,6 +11,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Literal
@@ -49,14 +50,15 @@ from rich.table import Table
 from rich.text import Text
 from scipy.stats import binom
 
-from data_prep.lib.schema import load_rows
+from data_prep.lib.conversations import RL, columns_of
+from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from rewards.manager import RewardManager, check_results
 from rewards.manager.combined import load_rewards
 from system.files import replacing
 
 SAMPLE = ("data_source", "ground_truth", "extra_info", "prompt")  # what a reward gets besides the response
-OPTIONAL = ("prompt", "response_tokens", "finish_reasons", "episodes")  # columns
+OPTIONAL = ("response_tokens", "finish_reasons", "episodes")  # columns
 Z = 1.96  # z of a 95 % interval
 MORE = (-0.71, 0.71)  # two prompts more for a difference (Agresti, Min 2005): 30 times 0 is not exactly 0
 
@@ -131,8 +133,12 @@ def times(chance_sk, chances):
 def load_responses(path, key):
     """Rows of a file with `texts`, the responses: a list of strings, of one length in the whole file."""
     source = Source(path)
-    optional = [name for name in OPTIONAL if name in source.names]
-    rows = load_rows(path, ["data_source", "reward_model", "extra_info", key, *optional])
+    names = [key, *(name for name in OPTIONAL if name in source.names)]
+    asked = source.metadata.get(b"prompt_key", b"prompt").decode()  # by generate.py
+    wanted = RL | {name: name for name in names} | dict(prompt=asked)
+    if columns_of(source.names, dict(prompt=asked))["prompt"] not in source.names:
+        del wanted["prompt"]
+    rows = list(chain.from_iterable(read_rows(path, wanted, say=False)))
     for name in ("results", "scores"):
         if name in source.schema.names:
             raise ValueError(f"{path}: it has a column {name!r} already; use the file without")

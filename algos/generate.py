@@ -63,7 +63,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from data_prep.lib.conversations import check_prompt
+from data_prep.lib.conversations import RL, check_prompt
 from data_prep.lib.images import encode_prompt, image_token_ids, load_processor
 from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
@@ -104,8 +104,8 @@ def load_prompts(args, tokenizer, tools):
     sees = takes_images(args.model, (args.data,))
     refuse((sees and args.env, f"--env {args.env}: {args.model} takes images, which turns do not"))
     columns = dict(prompt=args.prompt_key)
-    if args.env and "extra_info" in source.names:
-        columns["extra_info"] = "extra_info"
+    if args.env:  # which reads what a reward does
+        columns = RL | columns
     prompts = {}
     count = 0
     for row in chain.from_iterable(read_rows(args.data, columns)):
@@ -273,7 +273,8 @@ def main(args):
             for row in pq.read_table(path, columns=["response_tokens"])[0].to_pylist():
                 tokens += sum(row)
         with replacing(args.output) as new:
-            source.write(new, map(pq.read_table, shards))
+            about = dict(prompt_key=args.prompt_key)  # what a judge is shown by eval.py
+            source.write(new, (pq.read_table(path).replace_schema_metadata(about) for path in shards))
         HELD.pop(Path(f"{args.output}.shards")).close()  # NFS does not remove a directory with an open file
         shutil.rmtree(f"{args.output}.shards")
         print(f"{args.output}: {len(prompts)} of {count} prompts, {tokens / seconds:.0f} tokens/s")

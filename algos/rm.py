@@ -395,7 +395,7 @@ class NoPair(ValueError):
 def read_pairs(paths, args, tokenizer, pad_id):
     """-> rows as `pair` makes them, and how many were dropped. All files have a margin, or none."""
     columns = dict(prompt=args.prompt_key, chosen=args.chosen_key, rejected=args.rejected_key)
-    if any("margin" in opened(path, columns)[0].names for path in paths):
+    if any("margin" in opened(path, columns, say=False)[0].names for path in paths):
         columns["margin"] = "margin"
 
     def example(record, _):

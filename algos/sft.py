@@ -459,6 +459,9 @@ def load_data(args):
         fail(f"--train_batch_size {args.train_batch_size} is more than the {len(train_rows)} training rows")
     truncated, dropped = map(sum, zip(counts, val_counts))
     summary = f"{len(train_rows)} training and {len(val_rows)} validation rows ({truncated} truncated"
+    if truncated and not args.text_key:
+        lost = sum(pc.sum(rows.column("lost")).as_py() or 0 for rows in (train_rows, val_rows))
+        summary += f", {lost} turns lost"
     return tokenizer, train_rows, val_rows, ends, f"{summary}, {dropped} dropped: no answer)"
 
 
@@ -481,6 +484,7 @@ def load_examples(paths, args, tokenizer, tools=None):
         else:
             found = [encode(record["prompt"], record["completion"], tokenizer, own, record["images"])]
         rows = []
+        turns = sum(count_turns(trained) for _, trained in found)
         for ids, trained in found:
             truncated = len(ids) > args.max_length
             if truncated and args.truncation == "error":
@@ -488,20 +492,27 @@ def load_examples(paths, args, tokenizer, tools=None):
                 raise ValueError(f"{problem}; raise it or pass --truncation left or right")
             about = dict(ends=[*stops(ids, trained, tokenizer)], truncated=truncated, images=record["images"])
             row = split(ids[keep], trained[keep])
-            rows += [row | about] if row else []
+            rows += [row | about | dict(lost=0)] if row else []
+        if rows:
+            rows[0]["lost"] = turns - sum(count_turns(row["trained"]) for row in rows)
         return rows
 
-    fields = dict(prompt_ids=IDS, response_ids=IDS, trained=BOOLS, ends=IDS, truncated=BOOL)
+    fields = dict(prompt_ids=IDS, response_ids=IDS, trained=BOOLS, ends=IDS, truncated=BOOL, lost=INT)
     if hasattr(tokenizer, "image_processor"):
         fields["images"] = IMAGES
     about = args.max_length, args.truncation, tools
-    code = load_examples, encode, split
+    code = load_examples, encode, split, count_turns
     rows, dropped = encoded_rows(paths, tokenizer, columns, fields, partial(map, example), about, code)
     if paths and not rows:
         problem = f"no row has an answer with a token within --max_length {args.max_length}"
         raise ValueError(f"{', '.join(paths)}: {problem}")
     ends = {*pc.list_flatten(rows.column("ends")).unique().to_pylist()}
     return rows, ends, pc.sum(rows.column("truncated"), min_count=0).as_py(), dropped
+
+
+def count_turns(trained):
+    """How many turns are trained: others are between them."""
+    return sum(on and not before for before, on in zip([False, *trained], trained))
 
 
 class Texts:

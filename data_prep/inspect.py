@@ -21,12 +21,10 @@ from rich.console import Console
 from rich.pretty import Pretty
 
 from data_prep.lib.conversations import (
-    ANSWER,
-    KTO,
-    PAIR,
+    READERS,
     answer,
     check_prompt,
-    columns_of,
+    kind_of,
     opened,
     pair_of,
     read_row,
@@ -41,13 +39,6 @@ from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 from system.arguments import no_model
 
-FORMS = {  # columns that a trainer wants of a file
-    "RL": {name: name for name in KINDS["RL"] if name != "ability"},
-    "preferences": PAIR,
-    "labelled responses, for dpo.py --loss kto": KTO,
-    "SFT": ANSWER,
-    "prompts": dict(prompt="prompt"),
-}
 BINS, WIDTH = 10, 50  # of the histogram, in rows and characters
 SHOWN = 5  # faults that are printed of a file
 
@@ -72,19 +63,16 @@ def read_file(path):
     good = []
     lines = []
     silent = 0
-    first = next((row for _, row in source.rows() if isinstance(row, dict)), {})
-    for kind, wanted in FORMS.items():  # noqa: B007
-        columns = columns_of(source.names, wanted)
-        there = {column.partition(".")[0] for column in columns.values()} <= {*source.names}
-        if there and first.get(columns.get("label"), 1) in (0, 1):  # else of a class, or a score
-            break
-    else:
+    kind = kind_of(source)
+    if kind is None:
         kinds = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in KINDS.items())
         raise ValueError(f"{path}: columns {', '.join(source.names)} are of no kind of the schema ({kinds})")
-    opened(path, wanted)  # says what is read
+    wanted, _ = READERS[kind]
+    _, columns = opened(path, wanted)  # says what is read
+    first = next(record for _, record in source.rows() if isinstance(record, dict))
     for where, record in source.rows():
         try:
-            row, is_silent = checked(read_row(record, columns))
+            row, is_silent = checked(read_row(record, columns, path))
             silent += is_silent
             good.append(row | dict(index=len(good) + len(lines)))
         except (ValueError, TypeError) as error:

@@ -44,7 +44,8 @@ def read_dialogue(value):
 def make_row(record, split, index, dataset):
     """One row of the schema."""
     columns = columns_of(record, PAIR)
-    record.update({name: read_dialogue(record[name]) for name in (columns["chosen"], columns["rejected"])})
+    replies = [column for what, column in columns.items() if what in ("chosen", "rejected")]
+    record.update({name: read_dialogue(record[name]) for name in replies})
     found = read_row(record, columns)
     if found["chosen"] == found["rejected"]:
         raise prepare.LeftOut("both replies are the same")

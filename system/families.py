@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow.parquet as pq
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -28,6 +27,7 @@ from transformers.models.auto.modeling_auto import AutoModelForSequenceClassific
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import cached_file
 
+from data_prep.lib.source import Source
 from system.arguments import fail
 from system.files import ABOUT
 
@@ -64,15 +64,10 @@ def decoder(lm):
 
 @cache
 def takes_images(model, files):
-    """Whether a model is shown images: it takes some, and one of these files, parquet or JSON, has some."""
+    """Whether a model is shown images: it takes some, and one of these files has some."""
     with suppress(OSError, ValueError):  # whoever reads a file or a model says what is wrong
-        for file in files:
-            with open(file, "rb") as rows:
-                parquet = rows.read(4) == b"PAR1"
-                text = str(rows.read(2**16))
-            names = pq.read_schema(file).names if parquet else re.findall(r'"(\w+)"\s*:', text)
-            if not {"images", "image"}.isdisjoint(names):
-                return wrapped(AutoConfig.from_pretrained(model))
+        if any(not {"images", "image"}.isdisjoint(Source(file).names) for file in files):
+            return wrapped(AutoConfig.from_pretrained(model))
     return False
 
 

@@ -177,10 +177,13 @@ class Run:
             folder.mkdir(exist_ok=True)
             with (folder / f"{kind}_{self.step:06d}.jsonl").open("w") as file:
                 for row in rows:
-                    line = row["sampled"] | row["reward"]
+                    line = dict(row["sampled"], response_ids=row["response_ids"].tolist())
                     for name in ("index", "sample", "finish_reason"):
                         line[name] = row[name]
-                    line["response_ids"] = row["response_ids"].tolist()
+                    for name, value in row["reward"].items():
+                        while name in line:  # a reward's own key of this name
+                            name = f"reward_{name}"
+                        line[name] = value
                     file.write(json_line(line))
 
     def say(self, message, in_terminal=True):

@@ -20,7 +20,7 @@ from PIL import Image
 from test_sft import CONVERSATION, conversation_tokenizer
 
 from algos import agent, dapo, distill, dpo, generate, grpo, grpo_nano, quantize, rm, sft
-from data_prep import preference, sft_chat, tiny_vlm
+from data_prep import inspect, preference, sft_chat, tiny_vlm
 from data_prep.lib import cache, conversations
 from data_prep.lib.images import load_processor
 
@@ -192,3 +192,32 @@ def test_what_data_scripts_do_not_read_is_named(tmp_path, capsys):
     with pytest.raises(ValueError, match=r"no rows for train.parquet: 1 left out: broken"):
         preference.main(preference.Args(str(tmp_path), written(tmp_path / "rows.parquet", [row])))
     assert "row 0 is broken: ValueError: the column 'videos' is not read" in capsys.readouterr().err
+
+
+LIBRARIES = [json.loads(line) for line in (ROOT / "tests/golden/rows_of_libraries.jsonl").open()]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+@pytest.mark.parametrize("case", LIBRARIES, ids=lambda case: case["case"])
+def test_rows_of_six_libraries(case, kind, tmp_path, capsys):
+    """Which scripts read them, what a reward gets, and that inspect.py names their kind and passes them."""
+    tokenizer = tokenizer_with()
+    path = written(tmp_path / f"rows.{kind}", [case["row"], case["row"]])
+    verdicts = {}
+    for script in ("sft", "dpo", "rm", "kto", "rl", "generate"):
+        try:
+            verdicts[script] = len(read(script, path, tokenizer))
+        except (ValueError, SystemExit) as error:
+            assert "\n" not in str(error)
+    assert list(verdicts) == [script for script in verdicts if script in case["scripts"]]
+    assert {*verdicts} == {*case["scripts"]}
+    with pytest.raises(SystemExit) as end:
+        inspect.main(inspect.Args((path,)))
+    assert not end.value.code and f"{path}: {case['kind']}, 2 rows" in capsys.readouterr().out
+    if "rl" in case["scripts"]:
+        [row, _] = cache.load_prompts([path], tokenizer, 99)[0]
+        assert row["reward_model"]["ground_truth"] == case["truth"]
+        assert row["data_source"] == case["row"].get("data_source", f"rows.{kind}")
+        assert row["prompt"][-1] == user("1+2=")
+        further = {"difficulty": 2, "dataset": "math"}.items() & case["row"].items()
+        assert further <= row["extra_info"].items()

@@ -14,7 +14,9 @@ import pytest
 from conftest import ROOT, golden, make_args
 from conversations import (
     CALCULATE,
+    SHAPES,
     TOOL_TEMPLATES,
+    TOOLS,
     ends_of,
     make_tokenizer,
     messages_of,
@@ -206,15 +208,49 @@ def test_thoughts():
         assert found.items() <= case.items()
 
 
-def test_a_conversation_of_fifty_turns_is_rendered_twice_a_turn(monkeypatch):
+def test_a_long_conversation_is_rendered_and_tokenised_once(monkeypatch):
+    """Renderings do not grow with the turns, and each part of the text is tokenised a few times."""
     tokenizer = tokenizer_with()
-    count = []
+    renderings = []
+    sizes = []
     apply = tokenizer.apply_chat_template
-    messages = [user("12"), says("12")] * 50
-    encode_messages(messages, tokenizer)  # the forms of messages are known from here on
-    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: count.append(1) or apply(*a, **k))
-    [(_, trained)] = encode_messages(messages, tokenizer)
-    assert sum(trained) == 50 * 3 and len(count) == 100
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *a, **k: renderings.append(1) or apply(*a, **k)
+    )
+    tokenise = turns.ids_of
+    monkeypatch.setattr(
+        turns, "ids_of", lambda texts, x: sizes.append(sum(map(len, texts))) or tokenise(texts, x)
+    )
+    for number in (5, 50):
+        renderings.clear()
+        sizes.clear()
+        [(ids, trained)] = encode_messages([user("12"), says("12")] * number, tokenizer)
+        assert sum(trained) == number * 3
+        assert len(renderings) < 30 and sum(sizes) < 4 * len(tokenizer.decode(ids))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_long_conversation_is_read_as_turn_by_turn(name, monkeypatch):
+    """Rows, or the refusal, are those of a reader who renders each turn apart."""
+    tokenizer = tokenizer_of(name)
+    for seed in range(6):
+        draw = random.Random(seed)
+        messages = []
+        for _ in range(8):
+            shape = draw.choice([*SHAPES])
+            found, _ = messages_of(shape, tokenizer)
+            first = int(bool(messages) and found[0]["role"] in ("system", "developer"))
+            messages += found[first:]
+        found = []
+        for apart in (False, True):
+            with monkeypatch.context() as patch:
+                if apart:
+                    patch.setattr(templates.Conversation, "sizes", lambda *_: (None, None))
+                try:
+                    found.append(encode_messages(messages, tokenizer, TOOLS))
+                except ValueError as error:
+                    found.append(str(error))
+        assert found[0] == found[1], seed
 
 
 # ---- flags

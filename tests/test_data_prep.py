@@ -255,10 +255,8 @@ def test_inspect_names_faults(tmp_path, look):
     code, output = look(path)
     assert code == 1 and f"{path}: row 1: 'prompt' is empty; " in output
     assert output.endswith(f"{path}: 1 rows with a fault\n")
-    write([{"question": "1+1="}], path)
-    with pytest.raises(
-        ValueError, match=r"x.parquet: columns question are of no kind of the schema \(RL: da"
-    ):
+    write([{"riddle": "1+1="}], path)
+    with pytest.raises(ValueError, match=r"x.parquet: columns riddle are of no kind of the schema \(RL: da"):
         look(path)
     alone = "error: --chat_template and --chat_template_kwargs need --tok"
     for words, line in (

@@ -163,6 +163,8 @@ def test_what_a_teacher_is_shown(monkeypatch):
     monkeypatch.setattr(distill, "render", in_brackets)
     args = SimpleNamespace(teacher_prompt=("{solution}\\boxed{}{prompt}", "{feedback}+{prompt}"))
     args.max_tokens_per_microbatch, args.max_response_length = 30, 10  # 20 tokens are for the prompt
+    assert distill.teacher_text(["{feedback}x"], dict(feedback=0)) == "0x"
+    assert distill.teacher_text(["{feedback}x"], dict(feedback=None)) is None
     cases, rows = golden("teacher_prompts"), []
     for case in cases:
         question = f"x{case['group']}"

@@ -327,3 +327,14 @@ def test_turns_of_the_prompt_are_context_and_a_rewritten_reply_is_refused():
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}" + marks_nothing
     with pytest.raises(ValueError, match="the chat template marks nothing"):
         dpo.encode_pair(prompt, [reply], other, tokenizer, 99)
+
+
+def test_the_response_of_another_row_is_within_the_limit():
+    """KTO pairs a prompt of 45 tokens with a response of 45, of which 19 are left at --max_length 64."""
+    rows = []
+    for prompt, response in ((3, 45), (45, 3)):
+        row = dict(prompt_ids=[1] * prompt, chosen_ids=[2] * response, chosen_trained=[True] * response)
+        rows.append(row | dict(rejected_ids=[], rejected_trained=[], tokens=[response, 0]))
+    others = dpo.Mismatched(rows, 0, 64)
+    found = [(len(x["prompt_ids"]), len(x["chosen_ids"]), x["tokens"]) for x in (others[0], others[1])]
+    assert found == [(3, 3, [3, 0]), (45, 19, [19, 0])]

@@ -12,7 +12,7 @@ from conftest import ROOT, golden, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algos.eval import maj_at_k, pass_at_k, summarize
+from algos.eval import load_responses, maj_at_k, pass_at_k, summarize
 
 REWARD = """
 def first_word(data_source, solution_str, ground_truth, extra_info=None):
@@ -196,3 +196,16 @@ def test_bad_input_gives_one_line(tmp_path, case):
     assert done.returncode == 1 and not (tmp_path / "out/results.json").exists()
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
     assert case["message"] in done.stderr
+
+
+def test_a_reward_is_shown_what_was_asked(tmp_path):
+    """Whatever generate.py's --prompt_key was, which its file says, or by the names of prompts."""
+    row = dict(question="1+2=", riddle="2+2=", solution="3", responses=["3"])
+    table = pa.Table.from_pylist([row])
+    for key, expected in (("riddle", "2+2="), (None, "1+2=")):
+        if key:
+            table = table.replace_schema_metadata(dict(prompt_key=key))
+        pq.write_table(table, tmp_path / "g.parquet")
+        [found] = load_responses(str(tmp_path / "g.parquet"), "responses")
+        assert found["prompt"] == [dict(role="user", content=expected)] and found["ground_truth"] == "3"
+        table = table.replace_schema_metadata(None)

@@ -1,5 +1,6 @@
 """Files of rows by any writer: all scripts read what was written, and refuse the rest in a line."""
 
+import gzip
 import json
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -9,6 +10,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import transformers
 from conftest import golden
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -19,6 +21,8 @@ from data_prep.lib import source
 from data_prep.lib.cache import load_prompts
 from data_prep.lib.conversations import conversation
 from data_prep.lib.schema import load_rows, read_rows, write_parquet
+from data_prep.lib.source import Source
+from system.families import takes_images
 
 # ---- conversations of any writer
 
@@ -214,3 +218,25 @@ def test_numbers_next_to_nulls_and_maps(tmp_path):
     maps = pa.array([[[*message.items()] for message in talk]], pa.list_(pa.map_(WORD, WORD)))
     pq.write_table(pa.table(dict(messages=maps)), path)
     assert load_rows(path, ["messages"]) == [dict(messages=talk)]
+
+
+def test_all_of_a_file_is_looked_at(tmp_path):
+    """Pictures and columns that begin late, in every kind of file."""
+    transformers.Qwen2_5_VLConfig().save_pretrained(tmp_path / "vl")
+    row = dict(prompt="<image>What?", completion="a", images=["x.png"])
+    rows = [dict(prompt="q" * 100, completion="a")] * 1500 + [row]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
+    table = pa.Table.from_pylist([row])
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    pq.write_table(table, tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.jsonl.gz", "a.json.gz", "a.arrow", "a.parquet"):
+        path = str(tmp_path / name)
+        assert Source(path).names == ["prompt", "completion", "images"]
+        assert takes_images(str(tmp_path / "vl"), (path,))
+    text = tmp_path / "text.jsonl"
+    text.write_text(json.dumps(dict(messages=[dict(role="user", content='JSON such as {"image": 1}')])))
+    assert not takes_images(str(tmp_path / "vl"), (str(text),))

@@ -142,7 +142,7 @@ def test_a_template_that_changes_the_prompt(tmp_path):
         read([path], tokenizer)
 
 
-def test_columns(tmp_path):
+def test_columns(tmp_path, capsys):
     rows = [make_row(i) for i in range(3)]
     path = write(rows, tmp_path / "pairs.parquet")
     plain, margins = read([path])[0], [0.5, 1, 2.25]
@@ -154,6 +154,7 @@ def test_columns(tmp_path):
     marked = [row | dict(margin=m) for row, m in zip(rows, margins)]
     with_margins = write(marked, tmp_path / "margins.parquet")
     assert [row["margin"] for row in read([with_margins])[0]] == margins
+    assert "not read" not in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"pairs.parquet: no column 'margin'; it has"):
         read([with_margins, path])
     with pytest.raises(ValueError, match=r"nan.parquet: row 0: the margin nan is not a number"):

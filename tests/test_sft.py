@@ -1,5 +1,6 @@
 """SFT: what is trained, truncation, and whole runs that learn, split, stop and resume."""
 
+import json
 import math
 import shutil
 import signal
@@ -103,7 +104,9 @@ def test_conversations_from_a_file(tmp_path):
     [row], _, truncated, dropped = sft.load_examples([file], args, conversation_tokenizer())
     [expected] = sft.encode_messages(MESSAGES, conversation_tokenizer())
     expected = sft.split(*expected)
-    assert row == dict(expected, ends=[conversation_tokenizer().eos_token_id], truncated=False, index=0)
+    assert row == dict(
+        expected, ends=[conversation_tokenizer().eos_token_id], truncated=False, lost=0, index=0
+    )
     assert (truncated, dropped) == (0, 1)
     with pytest.raises(ValueError, match=r"rows.parquet: row 0: the chat template: unknown role tool$"):
         sft.load_examples([file], args, make_tokenizer())
@@ -140,8 +143,23 @@ def test_rows_over_the_limit(rows_file):
     assert [len(row["response_ids"]) for row in rows] == [1] and (truncated, dropped) == (1, 2)
     rows, _, truncated, dropped = load(max_length=7, truncation="left")
     assert [len(row["response_ids"]) for row in rows] == [2, 3, 4] and (truncated, dropped) == (3, 0)
+    assert sum(rows.column("lost").to_pylist()) == 0
     with pytest.raises(ValueError, match="no row has an answer with a token within --max_length 6"):
         load(max_length=6, truncation="right")
+
+
+def test_turns_that_truncation_loses_are_counted(tmp_path):
+    talk = []
+    for question in ("1", "3", "5"):
+        talk += [dict(role="user", content=question), dict(role="assistant", content="22")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(dict(messages=talk)))
+    tokenizer = conversation_tokenizer()
+    for length, lost in ((8, 2), (14, 1), (99, 0)):
+        for keep in ("left", "right"):
+            args = make_args(max_length=length, truncation=keep)
+            rows, _, truncated, dropped = sft.load_examples([str(path)], args, tokenizer)
+            assert (sum(rows.column("lost").to_pylist()), truncated, dropped) == (lost, lost > 0, 0)
 
 
 def write_texts(path, texts):

@@ -1,5 +1,6 @@
 """The optimizer step of each trainer: it sees a clipped gradient, and none where the gradient is NaN."""
 
+import json
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import torch
 
 from algos import agent, dapo, distill, dpo, grpo, grpo_nano, ppo, rm, sft
 from algos.variants import load_loss
-from system.run import learning_rate
+from system.run import Run, learning_rate
 from tests import families
 from tests.conftest import load_policy, make_args
 
@@ -127,3 +128,12 @@ def test_learning_rates_by_hand():
     for schedule, expected in rates.items():
         found = [learning_rate(6.0, step, 6, *schedule) for step in range(1, 7)]
         assert found == pytest.approx(expected), schedule
+
+
+def test_a_dump_has_all_keys_of_a_reward(tmp_path):
+    run = SimpleNamespace(rank0=True, args=SimpleNamespace(rollout_dump=True), out=tmp_path, step=1)
+    row = dict(index=0, sample=1, finish_reason="stop", response_ids=np.array([5]))
+    Run.dump(run, [row | dict(sampled={}, reward=dict(score=1.0, index=7, sample=8, response_ids=9))])
+    line = json.loads((tmp_path / "rollouts/step_000001.jsonl").read_text())
+    own = dict(score=1.0, reward_index=7, reward_sample=8, reward_response_ids=9)
+    assert line == row | own | dict(response_ids=[5])

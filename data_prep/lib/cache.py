@@ -4,18 +4,24 @@ An entry of the cache is a directory CACHE/KEY with the file and the number of r
 a hash of all that the entry depends on.
 """
 
+import ctypes
 import hashlib
 import inspect
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from bisect import bisect
-from contextlib import suppress
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, suppress
 from datetime import date
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,8 +37,8 @@ from data_prep.lib import conversations, images, schema, source, templates
 from system.arguments import fail
 
 BOOL, INT, BOOLS, IDS = pa.bool_(), pa.int64(), pa.list_(pa.bool_()), pa.list_(pa.int32())
+AT_ONCE = 100  # rows that a process tokenises: all cores are to have some
 IMAGES = pa.list_(pa.struct(dict(bytes=pa.binary(), path=pa.string())))
-RL = "data_source", "prompt", "reward_model", "extra_info"
 
 
 class Rows:
@@ -86,13 +92,15 @@ def load_prompts(paths, tokenizer, max_length, tools=None):
                 return (values for row, i in zip(rows, numbers) for values in encode([row], [i]))
             raise
         for i, row, found, x in zip(numbers, rows, values, shown):
-            text = json.dumps({name: row[name] for name in RL} | dict(tools=x), default=source.as_text)
+            text = json.dumps(
+                {name: row[name] for name in conversations.RL} | dict(tools=x), default=source.as_text
+            )
             found |= dict(group=i, images=row["images"], row=text, data_source=row["data_source"])
         return [[row] * (0 < len(row["prompt_ids"]) <= max_length) for row in values]
 
     fields = dict(prompt_ids=IDS, group=INT, row=pa.string(), data_source=pa.string())
     fields |= dict(sampler_ids=IDS, images=IMAGES) if sees else {}
-    rows, dropped = encoded_rows(paths, tokenizer, dict(zip(RL, RL)), fields, encode, (max_length, tools))
+    rows, dropped = encoded_rows(paths, tokenizer, conversations.RL, fields, encode, (max_length, tools))
     if paths and not rows:
         names = ", ".join(map(str, paths))
         raise ValueError(f"{names}: no prompt of 1 to {max_length} tokens (--max_prompt_length)")
@@ -187,22 +195,69 @@ def tokenise(new, paths, wanted, fields, encode):
     """Write the Arrow file `new` of the rows of files -> how many there were."""
     count, quiet = 0, not sys.stderr.isatty() or int(os.environ.get("RANK", 0)) > 0
     bar = tqdm(desc="tokenising", unit=" rows", disable=quiet, delay=3)
+    work = partial(rows_of, fields=fields, encode=encode)
     with open(new, "wb") as out, bar:
         with pa.ipc.new_file(out, fields) as file:
-            for path in paths:
-                first = count
-                for rows in schema.read_rows(path, wanted):
-                    values = rows_of(rows, count, f"{path}: row ", first, fields, encode)
-                    file.write(pa.RecordBatch.from_pylist(values, fields))
-                    count += len(rows)
-                    bar.update(len(rows))
+            for number, batch in on_all_cores(work, numbered(paths, wanted)):
+                file.write(batch)
+                count += number
+                bar.update(number)
         out.flush()
         os.fsync(out.fileno())  # so that a power cut leaves no entry with holes
     return count
 
 
-def rows_of(rows, count, where, first, fields, encode):
-    """What `encode` makes of rows, number `count` and the next ones; `where` one is that it does not take."""
+def numbered(paths, wanted):
+    """Yield lists of rows of files, the number of the first one over all files and in its file, the file."""
+    count = 0
+    for path in paths:
+        first = count
+        for batch in schema.read_rows(path, wanted):
+            for i in range(0, len(batch), AT_ONCE):
+                rows = batch[i : i + AT_ONCE]
+                yield rows, count, f"{path}: row ", first
+                count += len(rows)
+
+
+def on_all_cores(function, items):
+    """Yield function(item) in the order of the items; after the first in forks, one for each core."""
+    cores = 1
+    if sys.platform == "linux":  # elsewhere a fork may not use what has been loaded
+        cores = len(os.sched_getaffinity(0))
+    pool = None
+    waiting = deque()
+    with ExitStack() as stack:
+        for number, item in enumerate(items):
+            if number == 0 or cores == 1:
+                yield function(item)
+                continue
+            if pool is None:
+                os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else a fork gives a warning
+                fork = multiprocessing.get_context("fork")
+                pool = ProcessPoolExecutor(cores, fork, begin_fork, (function,))
+                stack.callback(pool.shutdown, cancel_futures=True)
+            waiting.append(pool.submit(call_in_fork, item))
+            if len(waiting) == 2 * cores:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def begin_fork(function):
+    """What a fork calls is inherited: it cannot be sent. The fork ends with the process that made it."""
+    global in_fork
+    in_fork = function
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def call_in_fork(item):
+    return in_fork(item)
+
+
+def rows_of(item, fields, encode):
+    """-> how many rows an item of `numbered` has, and what `encode` makes of them."""
+    rows, count, where, first = item
     values, numbers = [], range(count, count + len(rows))
     for i, row in zip(numbers, rows):
         if row["images"] and "images" not in fields.names:
@@ -215,4 +270,4 @@ def rows_of(rows, count, where, first, fields, encode):
         name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         number = count + len(values) - first
         raise ValueError(f"{where}{number}: {' '.join(f'{name}{error}'.split())}") from None
-    return sum(values, [])
+    return len(rows), pa.RecordBatch.from_pylist(list(chain.from_iterable(values)), fields)

@@ -15,8 +15,9 @@ from collections import Counter
 from contextlib import suppress
 from functools import cache
 from itertools import groupby
+from pathlib import Path
 
-from data_prep.lib.source import Source, tidy
+from data_prep.lib.source import Source, as_json, as_text, tidy
 
 # ---- columns
 
@@ -25,15 +26,19 @@ NAMES = {  # what a row says: the columns that may say it, the first that a file
     "prompt": ("prompt", "instruction", "question", "query", "input"),
     "completion": ("completion", "response", "output", "answer"),
     "chosen": ("chosen", "chosen_response"),
-    "rejected": ("rejected", "rejected_response"),
+    "rejected": ("rejected", "rejected_response", "rejected_messages"),
     "label": ("label", "kto_tag"),  # whether a completion is a good one
+    "ground_truth": ("solution", "ground_truth", "answer", "label"),  # of RL
 }
 FIELDS = dict(data_source=str, ability=str, reward_model=dict, extra_info=dict)  # see schema.py
 CONVERSATIONS = ("messages", "prompt", "chosen", "rejected")
+RL = {name: name for name in ("data_source", "prompt", "reward_model", "extra_info")}
 ANSWER = dict(prompt="prompt", completion="extra_info.answer")  # the defaults of sft.py, columns of RL
 PAIR = dict(prompt="prompt", chosen="chosen", rejected="rejected")
 KTO = dict(prompt="prompt", completion="completion", label="label")
+PROMPT = dict(prompt="prompt")
 FORMS = [  # where a file lacks the columns of a script's defaults: what it may have in their place
+    (PROMPT, ["prompt"]),
     (ANSWER, ["messages"]),
     (ANSWER, ["prompt", "completion"]),
     (KTO, ["prompt", "completion", "label"]),
@@ -44,15 +49,25 @@ for default in (PAIR, KTO):
         (default, ["prompt", "chosen", "rejected"]),
         (default, ["messages", "chosen", "rejected"]),
         (default, ["chosen", "rejected"]),
+        (default, ["messages", "rejected"]),
+        (default, ["prompt", "completion", "rejected"]),
     ]
+READERS = {  # kinds of rows: their columns, and who reads them
+    "preferences": (PAIR, "dpo.py and rm.py"),
+    "labelled responses, for dpo.py --loss kto": (KTO, "dpo.py --loss kto"),
+    "SFT": (ANSWER, "sft.py"),
+    "RL": (RL, "grpo.py, or another column as response: sft.py --response_key"),
+    "prompts": (PROMPT, "generate.py"),
+}
 # read in any row
 SHOWN = ("images", "image", "tools", "system", "system_prompt", "chat_template_kwargs")
+WITH_PROMPT = {"history", "input"}  # of Alpaca: turns before a prompt, and what follows an instruction
 EMPTY = (None, "", [], {})
 IN_MESSAGES = "write the turns in a column 'messages', and "
 IN_PROMPT = "write them in the prompt, and "
 KTO_LABEL = "dpo.py --loss kto reads it; else keep the good completions, and "
 REFUSED = {  # what libraries show a model, and nothing here does; what to do before the column is dropped
-    "history": IN_MESSAGES,
+    "history": IN_MESSAGES,  # without a prompt
     "segments": IN_MESSAGES,
     "functions": "write them in a column 'tools', and ",
     "enable_thinking": "write it in a column 'chat_template_kwargs', and ",
@@ -76,20 +91,72 @@ def root(column):
 
 
 def columns_of(names, wanted):
-    """{what: column} of a file with these names; it is `wanted`, or where it has defaults, another form."""
+    """{what: column} of a file with these names; it is `wanted`, or where it has defaults, another form.
+
+    What a reward gets has no column, None, where a file has it in others: see `fields_of`.
+    """
     if all(root(column) in names for column in wanted.values()):
         return wanted
+    if "reward_model" in wanted:
+        found = {what: what if what in names else None for what in RL if what != "prompt"}
+        if found["reward_model"] is None:
+            found |= first_columns(names, ["ground_truth"])
+        if found.get("ground_truth") == "label" and first_columns(names, ["completion"]):  # KTO's
+            del found["ground_truth"]
+        shown = {what: column for what, column in wanted.items() if what not in FIELDS}
+        if "prompt" in shown:
+            found |= columns_of(names, dict(prompt=shown.pop("prompt")))
+        return found | shown
     for default, form in FORMS:
-        if wanted != default:
-            continue
-        found = {}
-        for what in form:
-            known = [name for name in NAMES[what] if name in names]
-            if known:
-                found[what] = known[0]
-        if len(found) == len(form):
+        found = first_columns(names, form)
+        if wanted == default and len(found) == len(form):
             return found
+    if wanted == PROMPT and first_columns(names, ["messages"]):  # which end with the user
+        return dict(prompt=first_columns(names, ["messages"])["messages"])
     return wanted
+
+
+def first_columns(names, form):
+    """{what: the first of its columns that a file has}."""
+    found = {}
+    for what in form:
+        known = [name for name in NAMES[what] if name in names]
+        if known:
+            found[what] = known[0]
+    return found
+
+
+def kind_of(source):
+    """The kind of the rows of a file, of READERS, by its columns and its first row; None: it is unknown."""
+    first = next((row for _, row in source.rows() if isinstance(row, dict)), {})
+    columns = {kind: columns_of(source.names, wanted) for kind, (wanted, _) in READERS.items()}
+    if columns["RL"] == RL:
+        return "RL"
+    truth = columns["RL"]["reward_model"] or columns["RL"].get("ground_truth")
+    for kind, found in columns.items():
+        if not roots_of(found) - WITH_PROMPT <= {*source.names}:
+            continue
+        if first.get(found.get("label"), 1) not in (0, 1):  # of a class, or a score
+            continue
+        if kind == "RL" and not truth:
+            continue
+        if truth and kind != "prompts" and has_answer(first, found) == (kind == "RL"):
+            continue
+        return kind
+    return None
+
+
+def has_answer(record, columns):
+    """Whether what a script reads of a record has an answer, after a prompt."""
+    if columns == ANSWER:
+        info = record.get("extra_info")
+        return isinstance(info, dict) and "answer" in info
+    for what in ("messages", "prompt"):
+        column = columns.get(what)
+        if column in NAMES["messages"]:
+            with suppress(ValueError):
+                return conversation(record.get(column), column)[-1]["role"] == "assistant"
+    return "reward_model" not in columns
 
 
 def opened(path, wanted, say=True):
@@ -98,10 +165,13 @@ def opened(path, wanted, say=True):
     if source.empty:
         raise ValueError(f"{path}: no rows; write it again with at least one")
     columns = columns_of(source.names, wanted)
-    for column in columns.values():
+    for column in filter(None, columns.values()):
         name = root(column)
         if name not in source.names:
+            kind = kind_of(source)
             remedy = ""
+            if kind:
+                remedy = f"; {kind}: {READERS[kind][1]}"
             if source.names == ["text"]:
                 remedy = "; plain texts: --text_key text"
             raise ValueError(f"{path}: no column {name!r}; it has {', '.join(source.names)}{remedy}")
@@ -110,14 +180,15 @@ def opened(path, wanted, say=True):
             remedy = "name it 'images' if these are pictures, or drop the column"
             raise ValueError(f"{path}: the column {name!r} is not read: {remedy}")
 
-    roots = roots_of(columns)
-    read = [name for name in source.names if name in roots]
-    known = roots.union(SHOWN, FIELDS)
-    rest = [name for name in source.names if name not in known]
+    read = [name for name in source.names if name in roots_of(columns)]
+    rest = further(source.names, columns)
     if say and columns != wanted:
         note(f"{path}: rows of {', '.join(read)}")
     if say and rest:
-        note(f"{path}: not read: {', '.join(rest)}")
+        where = "not read"
+        if columns.get("extra_info", "") is None:
+            where = "in extra_info"
+        note(f"{path}: {where}: {', '.join(rest)}")
     return source, columns
 
 
@@ -130,41 +201,68 @@ def note(line):
 
 def roots_of(columns):
     """The columns of a file that {what: column} is made of."""
-    roots = {root(column) for column in columns.values()}
-    if "instruction" in roots:
-        roots.add("input")  # Alpaca's, part of the prompt
+    roots = {root(column) for column in columns.values() if column}
+    if columns.get("prompt") == "instruction":
+        roots.add("input")  # Alpaca's
+    if "prompt" in columns:
+        roots.add("history")
     return roots
+
+
+def further(names, columns):
+    """The columns that are neither shown nor known."""
+    known = {*roots_of(columns), *SHOWN, *FIELDS}
+    return [name for name in names if name not in known]
 
 
 def used(source, columns):
     """The columns of a file to read: those in `columns`, of any row, of prompts, and those refused."""
-    names = roots_of(columns).union(SHOWN, REFUSED, NAMES["prompt"])
+    if columns.get("extra_info", "") is None:
+        return source.names
+    names = {*roots_of(columns), *SHOWN, *REFUSED, *NAMES["prompt"]}
     return [name for name in source.names if name in names]
 
 
 # ---- rows
 
 
-def read_row(record, columns):
-    """{what: value} of a record, by {what: column}, and its images, tools, chat_template_kwargs.
+def read_row(record, columns, path=""):
+    """{what: value} of a record of a file, by {what: column}, and its images, tools, chat_template_kwargs.
 
     Messages are as chat templates read them. ValueError, in one line, for what is missing or refused.
     """
     check_fields(record, columns.values())
-    check_refused(record, columns.values())
+    check_refused(record, roots_of(columns))
     row, system = inputs_of(record)
+    is_text = not columns.keys() & {"label", "rejected"}  # of an answer
     for what, column in columns.items():
+        if column is None:
+            continue
         value = value_of(record, column)
-        is_text = what == "completion" and "label" not in columns and not isinstance(value, list | dict)
-        if what in (*CONVERSATIONS, "completion") and not is_text:
+        if (
+            what in CONVERSATIONS
+            or what == "completion"
+            and not (is_text and not isinstance(value, list | dict))
+        ):
             value = messages_of(value, what, column)
         row[what] = value
+    if "reward_model" in columns:
+        row |= fields_of(record, columns, row, path)
     prompt_column = columns.get("prompt")
-    more = record.get("input")
-    if prompt_column == "instruction" and more:  # Alpaca's
-        row["prompt"][-1]["content"] += f"\n{more}"
-    if prompt_column in NAMES["prompt"] and ("completion" in row or "chosen" in row):
+    if prompt_column == "instruction" and record.get("input") not in (None, ""):  # Alpaca's
+        row["prompt"][-1]["content"] += f"\n{in_words(record['input'])}"
+    if prompt_column in NAMES["prompt"] and ("completion" in row or "chosen" in row or "rejected" in row):
         check_other_prompts(record, row["prompt"], prompt_column)
+    earlier = history_of(record)
+    if earlier:
+        if "completion" in row and is_text:  # of sft.py: they are trained too
+            row["messages"] = [
+                *row.pop("prompt"),
+                dict(role="assistant", content=answer(row.pop("completion"))),
+            ]
+        what = "prompt" if "prompt" in row else "messages"
+        first = sum(message["role"] == "system" for message in row[what][:1])
+        row[what][first:first] = earlier
 
     if "label" in row:  # KTO's
         if row["label"] not in (0, 1):
@@ -173,6 +271,13 @@ def read_row(record, columns):
             messages = row.pop("messages")
             row["prompt"] = messages[:-1]
             row["completion"] = messages[-1:]
+    if "rejected" in row and "chosen" not in row:  # ms-swift's
+        row["chosen"] = row.pop("completion", None) or row["messages"]
+        if "messages" in row and row["rejected"][0]["role"] == "assistant":
+            row["chosen"] = row["messages"][-1:]
+            row["messages"] = row["messages"][:-1]
+        elif "messages" in row:
+            row["messages"] = []
     if "chosen" in row:  # the messages before the replies, or none; see `pair_of`
         row["prompt"] = row.pop("messages", None) or row.get("prompt", [])
     given = [what for what in CONVERSATIONS if row.get(what)]
@@ -185,6 +290,45 @@ def read_row(record, columns):
             if any(has_image_mark(message) for message in row[what]):
                 raise ValueError(f"it has the mark {IMAGE}, and no picture in 'images' or 'image'")
     return row
+
+
+def fields_of(record, columns, row, path):
+    """What a reward gets, of other columns than those of its name: a ground truth, all that is not shown."""
+    found = {}
+    if columns["data_source"] is None:
+        found["data_source"] = Path(path).name
+    if columns["reward_model"] is None:
+        style = "rule" if "ground_truth" in row else "model"
+        found["reward_model"] = dict(style=style, ground_truth=row.get("ground_truth"))
+    if columns["extra_info"] is None:
+        info = {name: record[name] for name in further(record, columns)}
+        for column in first_columns(record, ["completion"]).values():
+            info.setdefault("answer", record[column])
+        found["extra_info"] = as_json(info)
+    return found
+
+
+def history_of(record):
+    """The turns before a prompt, of pairs of texts as Alpaca has them."""
+    turns = []
+    for pair in parsed(given(record, "history", []), "history", list, "a list of pairs of texts"):
+        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
+            raise ValueError(f"'history' must be a list of pairs of texts, not {pair!r:.60}")
+        turns += [dict(role=role, content=text) for role, text in zip(("user", "assistant"), pair)]
+    return turns
+
+
+def given(record, name, default):
+    """The value of a column, or of a field; none: null, or an empty text."""
+    value = record.get(name)
+    return default if value is None or value == "" else value
+
+
+def in_words(value):
+    """A value as a text."""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=as_text)
 
 
 def check_fields(row, names=FIELDS):
@@ -217,17 +361,18 @@ def check_refused(record, columns=()):
 
 def inputs_of(record):
     """What a model is shown besides messages: dict(images, tools, chat_template_kwargs); a system prompt."""
-    system = record.get("system") or record.get("system_prompt") or ""
+    other = given(record, "system_prompt", "")
+    system = given(record, "system", other)
     if not isinstance(system, str):
         raise ValueError(f"'system' must be a string, not {system!r:.60}")
-    if (record.get("system_prompt") or system) != system:
+    if other not in ("", system):
         raise ValueError("'system' and 'system_prompt' differ: keep one")
-    options = record.get("chat_template_kwargs") or {}
+    options = given(record, "chat_template_kwargs", {})
     options = parsed(options, "chat_template_kwargs", dict, "an object")
     inputs = {
         "images": images_of(record),
-        "tools": tools_of(record.get("tools")),
-        "chat_template_kwargs": {name: x for name, x in options.items() if x not in EMPTY},
+        "tools": tools_of(given(record, "tools", [])),
+        "chat_template_kwargs": {name: x for name, x in options.items() if x is not None},
     }
     return inputs, system
 
@@ -291,7 +436,7 @@ def images_of(record):
 def tools_of(value):
     """JSON schemas of tools, from a column or its JSON text; without what Arrow fills in."""
     tools = []
-    for i, given in enumerate(parsed(value or [], "tools", list, "a list of JSON schemas")):
+    for i, given in enumerate(parsed(value, "tools", list, "a list of JSON schemas")):
         tool = tidy(parsed(given, f"tools[{i}]", dict, "a JSON schema"), inside=True)
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -398,10 +543,12 @@ def message_of(value, where):
     if "from" in message and "value" in message:
         role = message.pop("from")
         text = message.pop("value")
+        said = dict(role=SHAREGPT.get(str(role), role), content=text)
         if role == "function_call":
-            message |= dict(role="assistant", tool_calls=[text])
-        else:
-            message |= dict(role=role, content=text)
+            said = dict(role="assistant", tool_calls=[text])
+        if any(message.get(key, x) != x for key, x in said.items()):
+            raise ValueError(f"'{where}' has 'from' and 'value', and something else in their place: keep one")
+        message |= said
 
     role = message.get("role")
     if isinstance(role, str):
@@ -410,11 +557,12 @@ def message_of(value, where):
         raise ValueError(f"'{where}.role' is {role!r:.40}; use {', '.join(ROLES)}")
 
     called = message.pop("function_call", None)  # the older name
-    if called:
+    if called not in EMPTY:
         if message.get("tool_calls"):
             raise ValueError(f"'{where}' has 'function_call' and 'tool_calls': keep one")
         message["tool_calls"] = [called]
-    calls = parsed(message.pop("tool_calls", None) or [], f"{where}.tool_calls", list, "a list")
+    calls = parsed(given(message, "tool_calls", []), f"{where}.tool_calls", list, "a list")
+    message.pop("tool_calls", None)
     if calls:  # CAREFUL: with an empty list some templates write a turn of calls
         message["tool_calls"] = [call_of(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
         message.setdefault("content", "")  # as vLLM does: a template may write a null as "None"
@@ -483,7 +631,7 @@ def call_of(value, where):
     odd -= {"id", "type", "index", "strict", "description"}
     if odd:
         raise ValueError(f"'{where}' has {min(odd)!r}, which is not read: write 'name' and 'arguments'")
-    arguments = parsed(function.get("arguments") or {}, f"{where}: arguments", dict, "an object")
+    arguments = parsed(given(function, "arguments", {}), f"{where}: arguments", dict, "an object")
     try:
         json.dumps(arguments)
     except TypeError as error:

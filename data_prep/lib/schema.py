@@ -72,7 +72,7 @@ def read_rows(path, wanted, say=True):
         rows = []
         for record in batch:
             try:
-                rows.append(read_row(record, columns))
+                rows.append(read_row(record, columns, path))
             except ValueError as error:
                 raise ValueError(f"{path}: row {count + len(rows)}: {error}") from None
         yield rows

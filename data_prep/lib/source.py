@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from datetime import date, time
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,7 +26,7 @@ UNREADABLE = OSError, EOFError, ValueError, KeyError, RecursionError, pa.ArrowEx
 
 
 class Source:
-    """A file of rows: the names of its columns, of JSON those of its first rows, and its batches."""
+    """A file of rows: the names of its columns, and its batches."""
 
     def __init__(self, path):
         """ValueError, in one line, for a file that is missing, or of another kind."""
@@ -41,32 +41,36 @@ class Source:
             if file.name.endswith(ending):
                 self.kind = ending
         self.media = []  # columns of pictures, sounds or films
-        if self.kind == ".parquet":
-            try:
-                parquet = pq.ParquetFile(path)
-            except UNREADABLE as error:
-                page = "docs/start/own-data-and-reward.md#files"
-                reason = f"not a parquet file; {page} has the kinds ({one_line(error)})"
-                raise ValueError(f"{path}: {reason}") from None
-            schema = parquet.schema_arrow
-            self.names = schema.names
-            self.empty = not parquet.metadata.num_rows
-            self.media = [field.name for field in schema if MEDIUM.match(str(field.type))]
+        self.metadata = {}
+        if self.kind in JSON:
+            self.names = names_in(file, self.kind, file.stat().st_mtime_ns)
         else:
-            first = next(self.batches(), [])
-            self.names = names_of(row for row in first if isinstance(row, dict))
-            self.empty = not first
+            schema = self._stored_schema()
+            self.names = schema.names
+            self.metadata = schema.metadata or {}
+            self.media = [field.name for field in schema if MEDIUM.match(str(field.type))]
+        self.empty = not next(self.batches(), [])
         for name in self.names:
             if self.names.count(name) > 1:
                 raise ValueError(f"{path}: it has the column {name!r} twice; rename one of them")
 
+    def _stored_schema(self):
+        if self.kind == ".arrow":
+            return next(guarded(self.path, map(schema_of_stream, [self.path])))
+        try:
+            return pq.read_schema(self.path)
+        except UNREADABLE as error:
+            page = "docs/start/own-data-and-reward.md#files"
+            reason = f"not a parquet file; {page} has the kinds ({one_line(error)})"
+            raise ValueError(f"{self.path}: {reason}") from None
+
     def batches(self, names=None):
         """Yield lists of rows, with these columns or all; in place of a row of broken JSON the ValueError."""
         if self.kind in JSON:
-            yield from self._guarded(by_bytes(_json_records(Path(self.path), self.kind)))
+            yield from guarded(self.path, by_bytes(_json_records(Path(self.path), self.kind)))
             return
         first = 0
-        for batch in self._guarded(self._arrow(names)):
+        for batch in guarded(self.path, self._arrow(names)):
             yield named_rows(batch, self.path, first)
             first += len(batch)
 
@@ -91,7 +95,8 @@ class Source:
     def write(self, new, added):
         """Write all rows to the parquet file `new`, each with its row of `added`, an iterator of tables."""
         more = next(added)
-        fields = pa.schema([*self.schema, *more.schema], self.schema.metadata)
+        metadata = (self.schema.metadata or {}) | (more.schema.metadata or {})
+        fields = pa.schema([*self.schema, *more.schema], metadata)
         with pq.ParquetWriter(new, fields) as writer:
             for rows in self._tables(self.schema):
                 while len(rows):
@@ -110,7 +115,7 @@ class Source:
                 names = dict.fromkeys(names_of(batch))
                 yield pa.Table.from_pylist([names | row for row in batch], schema)
             return
-        for batch in self._guarded(self._arrow(None)):
+        for batch in guarded(self.path, self._arrow(None)):
             yield pa.Table.from_batches([batch])
 
     def _arrow(self, names):
@@ -127,11 +132,24 @@ class Source:
             size = min(BATCH_ROWS, max(1, size))
             yield from file.iter_batches(size, row_groups=[number], columns=names)
 
-    def _guarded(self, batches):
-        try:
-            yield from batches
-        except UNREADABLE as error:
-            raise ValueError(f"{self.path}: cannot be read ({one_line(error)}); write it again") from None
+
+def guarded(path, batches):
+    """The batches of a file; ValueError, in one line, if it cannot be read."""
+    try:
+        yield from batches
+    except UNREADABLE as error:
+        raise ValueError(f"{path}: cannot be read ({one_line(error)}); write it again") from None
+
+
+def schema_of_stream(path):
+    return pa.ipc.open_stream(pa.memory_map(str(path))).schema
+
+
+@cache
+def names_in(path, kind, _):
+    """The names of the columns of JSON: all of the file is read, once for each time that it was written."""
+    records = guarded(path, _json_records(path, kind))
+    return names_of(record for record, _ in records if isinstance(record, dict))
 
 
 def names_of(rows):

@@ -8,8 +8,10 @@ also locate each turn (turns.py).
 
 import json
 import re
+from bisect import bisect_left, bisect_right
+from contextlib import suppress
 from functools import cache, cached_property, lru_cache
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 
 from jinja2 import TemplateError, meta
@@ -196,7 +198,11 @@ class Conversation:
 
     def rendered_marks(self, end, prompted):
         """See `render_marks`, for the messages up to `end`."""
-        return render_marks(self.marked[:end], *self.template, prompted)
+        size, _ = self.sizes(end, prompted)
+        if size is None:
+            return render_marks(self.marked[:end], *self.template, prompted)
+        form, marks, _ = self.whole
+        return form, *up_to(size, marks)
 
     def text(self, end, prompted):
         text, _ = self.rendered(end, prompted)
@@ -207,9 +213,142 @@ class Conversation:
 
         ValueError, in one line, if it cannot write them, or leaves out what somebody says or calls.
         """
-        form, *_ = self.rendered_marks(end, prompted)
+        _, size = self.sizes(end, prompted)
+        if size is None:
+            form, *_ = render_marks(self.marked[:end], *self.template, prompted)
+            return self.written(form, end, prompted)
+        *_, words = self.whole
+        return up_to(size, words)
+
+    def written(self, form, end, prompted):
         messages = [formed(message, *form) for message in self.messages[:end]]
         return written(messages, self.tokenizer, self.given, prompted)
+
+    # ---- a conversation is rendered once where renderings of its first messages are beginnings of the whole
+
+    def sizes(self, end, prompted):
+        """What the messages up to `end` are of the whole, in marks and in words; None, None: render them."""
+        if end is not None and end < len(self.marked):
+            places = self.places.get(self.kind(end), [end])
+            if end not in (places[0], places[-1]):
+                return self.beginnings.get((end, prompted), (None, None))
+        return None, None
+
+    @cached_property
+    def beginnings(self):
+        """{(end, prompted): sizes}, of all kinds of places or of none.
+
+        The first and the last place of a kind are rendered apart. Where both are beginnings of the whole, and
+        have the same text after the last mark, the places between them have it too.
+        """
+        found = {}
+        for places in self.places.values():
+            for prompted in (False, True)[: 1 + self.precedes_turn(places[0])]:
+                after = self.after_mark(places[0], prompted)
+                if after is None or after != self.after_mark(places[-1], prompted):
+                    return {}
+                for end in places[1:-1]:
+                    begin = self.ends[end]
+                    size = begin + len(after)
+                    words = self.size_in_words(size)
+                    if words is None or not self.whole[1][0].startswith(after, begin):
+                        return {}
+                    found[end, prompted] = size, words
+        return found
+
+    def after_mark(self, end, prompted):
+        """What a rendering has after its last mark; None: it is no beginning of the whole."""
+        if self.whole is None:
+            return None
+        form, marks, words = self.whole
+        try:
+            form_here, *marks_here = render_marks(self.marked[:end], *self.template, prompted)
+            words_here = self.written(form, end, prompted)
+        except ValueError:
+            return None
+        size = len(marks_here[0] or "")
+        words_size = self.size_in_words(size)
+        if words_size is None or (form_here, *marks_here) != (form, *up_to(size, marks)):
+            return None
+        if words_here != up_to(words_size, words):
+            return None
+        return marks[0][self.ends[end] : size]
+
+    @cached_property
+    def whole(self):
+        """The form of all messages, and what is written of them in marks and in words; None: nothing."""
+        with suppress(ValueError):
+            form, *marks = render_marks(self.marked, *self.template, False)
+            if marks[0]:
+                return form, tuple(marks), self.written(form, None, False)
+        return None
+
+    @cached_property
+    def places(self):
+        """{kind: places before and after turns of the assistant, by the messages that precede them}."""
+        found = {}
+        for end in range(1, len(self.marked)):
+            if self.precedes_turn(end) or self.precedes_turn(end - 1):
+                found.setdefault(self.kind(end), []).append(end)
+        return found
+
+    def precedes_turn(self, end):
+        return self.messages[end]["role"] == "assistant"
+
+    def kind(self, end):
+        """The parts of the two messages before a place and of the one after it."""
+        before = "".join(self.marked[max(0, end - 2) : end])
+        return MARK_NUMBER.sub("", before), MARK_NUMBER.sub("", self.marked[end])
+
+    @cached_property
+    def ends(self):
+        """Where in the whole the last mark of the messages before each place ends."""
+        found = [0] * (len(self.marked) + 1)
+        _, [marks, _], _ = self.whole
+        for mark in MARK.finditer(marks):
+            found[int(mark[1]) + 1] = mark.end()
+        return list(accumulate(found, max))
+
+    @cached_property
+    def fixed(self):
+        """Borders of marks, and of special tokens in marks and in words; None: those are not the same."""
+        _, [marks, _], [words, _] = self.whole
+        special = special_tokens(self.tokenizer)
+        in_marks = [*special.finditer(marks)]
+        in_words = [*special.finditer(words)]
+        if [x[0] for x in in_marks] != [x[0] for x in in_words]:
+            return None
+        found = (MARK.finditer(marks), marks), (in_marks, marks), (in_words, words)
+        return [borders(matches, text) for matches, text in found]
+
+    def size_in_words(self, size):
+        """Of a beginning of the whole in marks; None if what is written around its end occurs twice."""
+        if self.fixed is None:
+            return None
+        _, [marks, _], [words, _] = self.whole
+        (starts, ends), (special_starts, special_ends), (word_starts, word_ends) = self.fixed
+        number = bisect_right(ends, size) - 1
+        begin = ends[number]
+        end = starts[number]
+        written = marks[begin:end]
+        after = word_ends[bisect_right(special_ends, begin) - 1]
+        before = word_starts[bisect_left(special_starts, end)]
+        place = words.find(written, after, before)
+        if place < 0 or place != words.rfind(written, after, before):
+            return None
+        return place + size - begin
+
+
+def borders(matches, text):
+    """Where matches begin, and then the end; where they end, and before it 0."""
+    spans = [match.span() for match in matches]
+    return [*(start for start, _ in spans), len(text)], [0, *(end for _, end in spans)]
+
+
+def up_to(size, rendering):
+    """The beginning of a text, and of its spans."""
+    text, spans = rendering
+    return text[:size], type(spans)(span for span in spans if span[1] <= size)
 
 
 def plain(messages, tokenizer):
@@ -289,6 +428,7 @@ TOOL["parameters"]["properties"]["names"]["items"] = {"type": "string"}
 TOOLS = [dict(type="function", function=TOOL)]
 FORMS = list(product((False, True), repeat=3))  # see `formed`
 MARK = re.compile(r"zq(\d+)([a-z]+)(\d+)(?:name|value)?z")  # message number, its role or part, part number
+MARK_NUMBER = re.compile(r"(?<=zq)\d+")  # of the message
 REWRITTEN = ("assistant", "assistantreasoning")  # marks of these may be missing: see turns.py
 SPLIT_BY_TAGS = re.compile(f"({THOUGHT_TAG.pattern})")
 

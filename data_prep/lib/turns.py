@@ -51,17 +51,30 @@ def encode_messages(messages, tokenizer, tools=None, first=0):
         return []
 
     rows = []
-    row = [], []
-    prompts = ids_of([prompt for prompt, _ in pairs], tokenizer)
-    for ids, (prompt, text) in zip(prompts, pairs):
-        before, trained = row
-        size = shared_size(before, ids, tokenizer)
-        if before and not size:
-            rows.append(row)
-        response = ids_after(prompt, text, tokenizer)
-        trained = trained[:size] + [False] * (len(ids) - size) + [True] * len(response)
-        row = ids + response, trained
-    return [*rows, row]
+    ids = []  # of the last row, and which of them are trained
+    trained = []
+    known = ""  # its prompt up to the last special token, and how many ids that is
+    size = 0
+    special = special_tokens(tokenizer)
+    for prompt, text in pairs:
+        if not prompt.startswith(known):
+            known = ""
+            size = 0
+        starts = [match.start() for match in special.finditer(prompt, len(known))]
+        last = max(starts, default=0)
+        more, end = ids_of([prompt[len(known) : last], prompt[last:]], tokenizer)
+        prompt_ids = more + end
+        same = shared_size(ids[size:], prompt_ids, tokenizer)
+        if ids and not same:
+            rows.append((ids, trained))
+            ids = ids[:size]
+            trained = [False] * size
+        response = ids_after(prompt[last:], text, tokenizer)
+        ids[size:] = prompt_ids + response
+        trained[size + same :] = [False] * (len(prompt_ids) - same) + [True] * len(response)
+        known = prompt[:last]
+        size += len(more)
+    return [*rows, (ids, trained)]
 
 
 def trained_turns(messages, first=0):
