@@ -74,7 +74,7 @@ from rewards.manager import check_environments
 from system import cpu
 from system.families import hf_overrides, takes_images, vllm_names
 from system.files import HELD, digest_of_file, digests_of_model, hold, replacing
-from system.thoughts import after_thought
+from system.thoughts import after_thought, with_opening
 from system.turns import ENV_WORKERS, Limits, converse
 
 COLUMNS = ("responses", "response_tokens", "finish_reasons", "episodes")  # the last one with --env
@@ -211,7 +211,7 @@ def generate(engine, rows, prompts, args, tokenizer, pool):
         reason = talk["finish_reason"]
         if reason == "stop" and any(after_thought(turn, prompt) is None for turn in turns):
             reason = "thought"
-        text = tokenizer.decode(talk["answer_ids"])
+        text = with_opening(tokenizer.decode(talk["answer_ids"]), prompt)
         episode = json.dumps({name: talk[name] for name in EPISODE})
         answers[talk["row"]].append((text, len(talk["response_ids"]), reason, episode))
     table = {}

@@ -81,7 +81,9 @@ def digest_of_pictures(n, _):
 
 def naive_rewards(n, tokenizer):
     ids = np.array(tokenizer("so it is 3 #### 3")["input_ids"], np.int32)
-    row = dict(data_source="openai/gsm8k", extra_info={}, response_ids=ids, finish_reason="length")
+    row = dict(
+        data_source="openai/gsm8k", extra_info={}, prompt_ids=ids, response_ids=ids, finish_reason="length"
+    )
     row |= dict(prompt=[dict(role="user", content="q")], reward_model=dict(ground_truth="3"))
     rows = [dict(row, group=i) for i in range(n)]
     manager = RewardManager("naive", rewards.compute_score)

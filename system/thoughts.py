@@ -20,6 +20,7 @@ MARKS = (  # what opens a thought, and what closes it; {}: the NAME
 )
 BETWEEN = re.compile(r"\s*(?:<\|start\|>assistant)?")  # messages
 QUOTES = "\"'`"
+WORDS_BEFORE = 50  # characters that a model may write before it opens its thought
 FINAL = re.compile(BETWEEN.pattern + r"<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>")
 
 
@@ -44,7 +45,8 @@ def after_thought(text, prompt=""):
     place = 0
     if not closing_at(text, 0):  # the prompt has opened its thought, or a few words stand before that
         end = first(CLOSING, text)
-        if end and (text[end.end() :].strip() or not OPENING.search(text, 0, end.start())):
+        opening = end and OPENING.search(text, 0, end.start())
+        if end and (not opening or (opening.start() <= WORDS_BEFORE and text[end.end() :].strip())):
             place = end.end()
     closing = closing_at(text, place)
     while closing:
@@ -55,6 +57,17 @@ def after_thought(text, prompt=""):
         closing = closing_at(text, place)
     final = FINAL.match(text, place)
     return text[final.end() if final else place :]
+
+
+def with_opening(text, prompt):
+    """A text, behind the opening of its thought where the prompt has opened one that the text does not end.
+
+    So that `reply_of` finds no reply in it without the prompt.
+    """
+    opened = OPENED.search(prompt[-100:])
+    if opened and after_thought(text, prompt) is None:
+        return opened[0] + text
+    return text
 
 
 def reply_of(text):

@@ -7,6 +7,7 @@ from data_prep.lib.images import request
 from envs.calls import observation
 from envs.messages import Unrenderable, shorten
 from system.sampler import params_of
+from system.thoughts import with_opening
 
 ENV_WORKERS = 8  # environments of a rank that work at the same time
 
@@ -78,7 +79,8 @@ def ask(engine, i, row, limits, sampling):
 
 
 def add_turn(row, output, tokenizer):
-    """Add a turn of the model to its row -> the text of the turn."""
+    """Add a turn of the model to its row -> the text of the turn, as `with_opening` has it."""
+    before = [*row["prompt_ids"][-20:], *row["response_ids"][-20:]]
     row["response_ids"] += output.token_ids
     row["mask_t"] += [True] * len(output.token_ids)
     if output.logprobs:
@@ -89,7 +91,7 @@ def add_turn(row, output, tokenizer):
     row["turns"] += 1
     text = tokenizer.decode(answer_ids)  # with special tokens: some mark thoughts and calls
     row["messages"].append(dict(role="assistant", content=text))
-    return text
+    return with_opening(text, tokenizer.decode(before))
 
 
 def add_answer(row, answer, tools, tokenizer, limits):

@@ -222,6 +222,7 @@ def test_rewards_have_all_that_was_written_but_its_end(case):
     [[row], _, pool] = talk(tokenizer, [[said]], [[None]], response=len(ids))
     assert pool.heard == ({0: [text]} if ended else {}) and row["messages"][0]["content"] == text
     alone = dict(response_ids=np.array(ids, np.int32), finish_reason=row["finish_reason"])
+    alone["prompt_ids"] = row["prompt_ids"]
     about = dict(extra_info={}, prompt=PROMPT, data_source="", reward_model=dict(style="model"), group=0)
 
     def scored(data_source, solution_str, *_, **__):
@@ -239,12 +240,16 @@ def test_generate_writes_a_text_but_its_end(case):
     args = generate.Args(model="", data="", output="", max_response_length=len(ids))
     opens = tokenizer.encode("<|im_start|>assistant\n<think>\n")
     closed = "</think>" in case["text"]
-    for prompt_ids, reason in (([5], "stop"), (opens, "stop" if closed else "thought")):
+    begun = case["text"] if closed else f"<think>\n{case['text']}"  # so that no reader takes it for an answer
+    for prompt_ids, reason, text in (
+        ([5], "stop", case["text"]),
+        (opens, "stop" if closed else "thought", begun),
+    ):
         engine = Engine([[ids if ended else [*ids, 9]]], tokenizer)
         engine.reset_prefix_cache = lambda: None
         prompts = {0: dict(prompt_ids=prompt_ids)}
         made = generate.generate(engine, range(1), prompts, args, tokenizer, None)
-        assert made["responses"].to_pylist() == [[case["text"]]]
+        assert made["responses"].to_pylist() == [[text]]
         assert made["finish_reasons"].to_pylist() == [[reason if ended else "length"]]
 
 

@@ -28,6 +28,7 @@ from rewards.manager.combined import CombinedReward, load_rewards, score_parts
 from rewards.sandbox import SandboxError
 from system.files import digest_of_file
 from system.metrics import failure_metrics
+from system.thoughts import with_opening
 
 
 def score(text, truth, method):
@@ -543,6 +544,11 @@ def test_a_thought_gives_nothing(user, opening):
     assert not found(f"{opening}\n{good}")
     if opening == [*MARKS][-1]:  # whose prompt opens none
         return
+    prompt = f"a question\n{opening}\n"
+    assert not found(with_opening(good, prompt)) and found(with_opening(f"{bad}{closing}\n{good}", prompt))
     assert found(f"{bad}\n{closing}\n\n{good}") and not found(f"{good}{closing}{bad}")
+    if user not in ("kk", "judge"):  # a mark of the reply is no thought's end
+        far = "So we begin. " * 9
+        assert found(f"{far}\n<reason>{bad}</reason>\n{good}") or user in ("shapes", "ifeval", "guess")
     if user != "kk":  # each tag once
         assert found(f"{opening}\nIt says '{closing}'.\n{bad}{closing}{good}")

@@ -15,6 +15,7 @@ from rewards.manager.failures import check_environments, check_failures, check_r
 from rewards.manager.samples import print_samples, validation_metrics, validation_summary
 from rewards.manager.worker import Worker
 from system.plugins import guest
+from system.thoughts import with_opening
 
 __all__ = ["RewardManager", "check_environments", "check_failures", "check_results", "demote_failures"]
 __all__ += ["validation_metrics", "validation_summary"]
@@ -107,15 +108,18 @@ class RewardManager:
         """Score a trainer's rows -> the rows with `sampled`, what was scored, and `reward`.
 
         Of a response of several turns the last one, `answer_ids`, is scored: not what a tool wrote. Special
-        tokens may mark thoughts and calls: the text has all but the one that ended the response.
+        tokens may mark thoughts and calls: the text has all but the one that ended the response. The opening
+        of a thought comes first where the prompt has it and the response does not end it.
         """
         ends = [len(row["response_ids"]) - (row["finish_reason"] == "stop") for row in rows]
-        texts = [row.get("answer_ids", row["response_ids"][:end]) for row, end in zip(rows, ends)]
+        parts = [row.get("answer_ids", row["response_ids"][:end]) for row, end in zip(rows, ends)]
+        prompts = [tokenizer.decode(row["prompt_ids"][-20:]) for row in rows]  # which may open a thought
+        texts = [with_opening(tokenizer.decode(part), prompt) for part, prompt in zip(parts, prompts)]
         samples = [
             dict(
                 data_source=row["data_source"],
                 prompt_str=row["prompt"][-1]["content"],
-                solution_str=tokenizer.decode(text),
+                solution_str=text,
                 ground_truth=row["reward_model"].get("ground_truth"),
                 extra_info=row["extra_info"],
             )
