@@ -16,8 +16,9 @@ import regex
 
 READS = ("SEARCH_CORPUS",)
 MAX_PASSAGES = 10  # of one answer
-# A run of letters of a script without spaces between words (Han, Kana, Thai, Khmer), or a word of any other
-WORD = regex.compile(r"([\p{lb=ID}\p{lb=CJ}\p{lb=SA}]+)|[^\W\p{lb=ID}\p{lb=CJ}\p{lb=SA}]+")
+# Letters of scripts without spaces between words (Han, Kana, Thai, Khmer), or with particles in them (Hangul)
+JOINED = r"\p{lb=ID}\p{lb=CJ}\p{lb=SA}\p{Hangul}"
+WORD = regex.compile(rf"([{JOINED}]+)|[^\W{JOINED}]+")  # a run of them, or any other word
 ACCENT = regex.compile(r"(?<=\p{Latin})\p{Mn}+")
 
 
@@ -39,7 +40,7 @@ def search(query: str, k: int = 3) -> str:
 
 
 def tokens_of(text):
-    """The words of a text; where no spaces part them, each letter and each pair of letters."""
+    """The words of a text; of a run of JOINED letters also each letter and each pair."""
     found = []
     plain = ACCENT.sub("", unicodedata.normalize("NFKD", text))
     for word in WORD.finditer(unicodedata.normalize("NFKC", plain).casefold()):

@@ -42,9 +42,7 @@ from rewards.sandbox.calls import encode
 from system.thoughts import reply_of
 
 # The first word is the language
-FENCE = re.compile(
-    r"[ \t]*+```+[ \t]*+([\w+-]*+)(?:(?:[^\w\s`+-]|[ \t]+(?:\{|\w+=))[^`]*+)?\s*+"
-)  # the first word is the language
+FENCE = re.compile(r"[ \t]*+```+[ \t]*+([\w+-]*+)(?:[^\w`+-][^`]*+)?")
 BEHIND_WORDS = re.compile(rf"(?<=[^`])(?=```+[ \t]*+\w){FENCE.pattern}\Z")
 DIGITS = 100_000  # of an integer. CAREFUL: not without a limit, as the time to read it grows with the square
 

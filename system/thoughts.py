@@ -18,6 +18,7 @@ MARKS = (  # what opens a thought, and what closes it; {}: the NAME
     ("<|channel>thought", "<channel|>"),
     ("<|channel|>analysis", "<|end|>"),  # gpt-oss, whose prompts open none
 )
+AROUND = ("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<response>", "</response>")  # of a reply
 BETWEEN = re.compile(r"\s*(?:<\|start\|>assistant)?")  # messages
 QUOTES = "\"'`"
 WORDS_BEFORE = 50  # characters that a model may write before it opens its thought
@@ -71,8 +72,16 @@ def with_opening(text, prompt):
 
 
 def reply_of(text):
-    """What counts of a response: `after_thought`, empty for a thought without an end."""
-    return after_thought(text) or ""
+    """What counts of a response: `after_thought`, without marks around it.
+
+    Empty for a thought without an end.
+    """
+    reply = after_thought(text) or ""
+    said = reply.strip()
+    for opening, closing in AROUND:
+        if said.startswith(opening):
+            return said.removeprefix(opening).removesuffix(closing)
+    return reply
 
 
 def closing_at(text, place):

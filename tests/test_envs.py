@@ -615,6 +615,7 @@ def test_search(tmp_path, monkeypatch, pools):
         "東京は日本の首都です。",
         "กรุงเทพเป็นเมืองหลวง",
         "Café Müller",
+        "서울은 대한민국의 수도이다",
     ]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setenv("SEARCH_CORPUS", str(corpus))
@@ -628,7 +629,7 @@ def test_search(tmp_path, monkeypatch, pools):
 
     assert search(query="cat mammal", k="1") == "[1] A cat is a mammal."
     assert search(query="barks", k=100) == "[1] A dog barks."
-    for query, place in (("法国", 4), ("東京", 5), ("เมืองหลวง", 6), ("cafe muller", 7)):
+    for query, place in (("法国", 4), ("東京", 5), ("เมืองหลวง", 6), ("cafe muller", 7), ("수도", 8)):
         assert search(query=query, k=1) == f"[1] {texts[place]}"
     assert search(query="zebra") == search(query="", k=-1) == "nothing was found"
     assert search(k=1).startswith("error: TypeError")

@@ -372,7 +372,10 @@ def test_tests_that_cannot_run_here_are_refused(test):
         check_row("apps", dict(test=test), {})
 
 
-@pytest.mark.parametrize("fence", ["python:a.py", "python3.11", "Python,ignore", "python title=a", "py {.x}"])
+@pytest.mark.parametrize(
+    "fence",
+    ["python:a.py", "python3.11", "Python,ignore", "python title=a", "py {.x}", "Python 3", "python # a.py"],
+)
 def test_fences_of_programs(fence):
     for before in ("", "The program: "):
         assert find_program(f"{before}```{fence}\nx = 1\n```\n```text\ny\n```").strip() == "x = 1"

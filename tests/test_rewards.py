@@ -547,6 +547,7 @@ def test_a_thought_gives_nothing(user, opening):
     prompt = f"a question\n{opening}\n"
     assert not found(with_opening(good, prompt)) and found(with_opening(f"{bad}{closing}\n{good}", prompt))
     assert found(f"{bad}\n{closing}\n\n{good}") and not found(f"{good}{closing}{bad}")
+    assert found(f"{opening}{bad}{closing}<|START_RESPONSE|>{good}<|END_RESPONSE|>")
     if user not in ("kk", "judge"):  # a mark of the reply is no thought's end
         far = "So we begin. " * 9
         assert found(f"{far}\n<reason>{bad}</reason>\n{good}") or user in ("shapes", "ifeval", "guess")
