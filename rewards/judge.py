@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+from contextlib import suppress
 from contextvars import ContextVar
 
 import openai
@@ -182,6 +183,9 @@ def verdict_of(text, n):
     One with a line of its own comes before one in a sentence; one between quotation marks is none.
     """
     said = reply_of(text)
+    with suppress(ValueError, RecursionError):
+        if isinstance(json.loads(text), dict):  # an object and no more has no thought
+            said = text
     best = 0
     verdict = {}
     end = 0

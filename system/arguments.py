@@ -145,13 +145,13 @@ def joined(words, flags):
     parts = {}  # words, by the flag that they follow; a flag of one value may have several parts
     part = ""
     for place, word in enumerate(words):
-        name, given, value = word.removeprefix("--").partition("=")
+        name, _, value = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if word.startswith("--") and name in several:
             part = name
             parts.setdefault(part, [f"--{name}"])
             word = value
-            if not given:
+            if not value:
                 continue
         elif word.startswith("--"):
             part = place

@@ -528,6 +528,11 @@ USERS |= {
 }
 
 
+@pytest.mark.parametrize("closing", ["</think>", "</reason>"])
+def test_a_verdict_may_speak_of_thoughts(closing):
+    assert judged(json.dumps(dict(reason=f"it has {closing} in it", grades=[7]))) == [7]
+
+
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("opening", MARKS)
 def test_a_thought_gives_nothing(user, opening):

@@ -59,6 +59,12 @@ class Rows:
         [row] = self.batches[n].slice(i - self.ends[n] + len(self.batches[n]), 1).to_pylist()
         return json.loads(row.pop("row", "{}")) | row
 
+    def __iter__(self):
+        """All rows, a batch at a time: one of them alone takes three times as long."""
+        for batch in self.batches:
+            for row in batch.to_pylist():
+                yield json.loads(row.pop("row", "{}")) | row
+
     def column(self, name):
         """A column, in Arrow: without a Python object for each row."""
         return self.table[name]
@@ -151,7 +157,7 @@ def encoded_rows(paths, tokenizer, wanted, fields, encode, about, code=()):
     for field in fields:
         if field.type == IDS and len(rows):
             images.check_known(pc.max(pc.list_flatten(rows.column(field.name))).as_py() or 0, tokenizer)
-    return rows, count - len(rows.unique("index"))
+    return rows, count - pc.count_distinct(rows.column("index")).as_py()
 
 
 def key_of(paths, tokenizer, about, code):
