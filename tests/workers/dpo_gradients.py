@@ -43,7 +43,7 @@ def make_rows():
 def kto_rows():
     """Responses alone, five undesirable, each with the response of another row."""
     rows = [dpo.alone(row, name) for row in make_rows() for name in dpo.RESPONSES][:-1]
-    others = dpo.Mismatched(rows, seed=0)
+    others = dpo.Mismatched(rows, seed=0, max_length=1000)
     assert all(x["prompt_ids"] == y["prompt_ids"] and x != y for x, y in zip(rows, others))
     return [row | dict(other=other, other_reference=[-70.0, 0.0]) for row, other in zip(rows, others)]
 
