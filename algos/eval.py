@@ -100,7 +100,7 @@ def maj_at_k(answers, correct, k):
         able = [answer for answer in votes if votes[answer] >= most]
         won = sum(draws[votes[answer]][most] for answer in able)
         no_more = math.prod(draws[votes[answer]][: most + 1].sum() for answer in able)
-        if min(won, no_more) < 1e-15 * all_drawn:
+        if min(won, no_more) < 1e-15 * all_drawn:  # so rare that a float64 does not show it
             continue
         rest = n - sum(votes[answer] for answer in able)
         # a winner of 1 + ties has 1 / (ties + 1), the integral of t^ties from 0 to 1: Gauss' rule is exact

@@ -170,6 +170,8 @@ def imported(statement):
     ValueError for what is not installed.
     """
     modules = [getattr(statement, "module", None)]
+    if modules == ["__future__"]:  # it has to be the first line of a file
+        return []
     if modules == ["solution"]:
         return [f"{name.asname} = {name.name}" for name in statement.names if name.asname]
     if isinstance(statement, ast.Import):

@@ -12,6 +12,7 @@ from conversations import CALCULATE, TOOL_TEMPLATES, of_turns, tool, tool_tokeni
 
 from algos import agent, generate
 from rewards.manager import RewardManager
+from system import turns
 from system.turns import Limits, converse
 
 PROMPT = [dict(role="user", content="37*85=")]
@@ -231,6 +232,16 @@ def test_rewards_have_all_that_was_written_but_its_end(case):
     score = RewardManager(compute_score=scored)
     for done in score.score_responses([row | about, alone | about], tokenizer):
         assert done["reward"]["text"] == done["sampled"]["solution_str"] == text
+
+
+def test_an_environment_hears_a_thought_that_does_not_end():
+    """As such, though its prompt has opened it; the messages keep the text that was sampled."""
+    tokenizer = tool_tokenizer("qwen2.5")
+    for said, heard in (("12", "<think>\n12"), ("12</think>3", "12</think>3")):
+        row = dict(prompt_ids=tokenizer.encode("<think>\n"), response_ids=[], mask_t=[], turns=0, messages=[])
+        output = SimpleNamespace(token_ids=tokenizer.encode(said), logprobs=None, finish_reason="length")
+        assert turns.add_turn(row, output, tokenizer) == heard
+        assert row["messages"][0]["content"] == said
 
 
 @pytest.mark.parametrize("case", golden("written_turns"))

@@ -9,12 +9,13 @@ import pytest
 import torch
 from conftest import changed, load_policy, load_weights, make_args
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from algos import dpo, grpo, grpo_nano
 from data_prep.tiny_model import make_tokenizer
 from system import checkpoints
 from system.batches import token_logps
+from system.families import from_files
 from system.files import digests_of_model
 from system.model import whole_weights
 from tests import families
@@ -162,3 +163,22 @@ def test_a_digest_is_that_of_the_weights(model, tmp_path):
     lm.save_pretrained(other)
     expected = digests_of_model(model("llama"))
     assert digests_of_model(str(moved)) == expected != digests_of_model(str(other))
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_files_of_a_base_model_keep_their_dtypes(file, tmp_path):
+    """Their names lack the prefix of the model; a file beside it that nobody loads does not count."""
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=32, dtype="bfloat16")
+    config.save_pretrained(tmp_path)
+    weights = {name: x.bfloat16() for name, x in GPT2Model(config).state_dict().items()}
+    wide = weights["h.0.ln_1.weight"] = torch.full([32], 1.0 + 1e-6)
+    if file.endswith(".bin"):
+        torch.save(weights, tmp_path / file)
+    else:
+        save_file(weights, tmp_path / file, dict(format="pt"))
+        halves = {name: x.half() for name, x in weights.items()}
+        save_file(halves, tmp_path / "model_fp16.safetensors", dict(format="pt"))
+    lm = from_files(AutoModelForCausalLM, str(tmp_path))
+    assert torch.equal(lm.transformer.h[0].ln_1.weight, wide)
+    assert lm.file_dtypes["transformer.h.0.ln_1.weight"] == torch.float32
+    assert lm.file_dtypes["transformer.wte.weight"] == torch.bfloat16

@@ -120,6 +120,16 @@ def test_what_cannot_be_put_back_names_the_guest(tmp_path, monkeypatch):
         manager.score([row])
 
 
+def test_a_process_group_that_is_gone_names_the_guest(monkeypatch):
+    there = [True]
+    monkeypatch.setattr(plugins, "read_process_group", lambda: there[0])
+    with (
+        pytest.raises(SystemExit, match=r"^error: score has .*it was made or destroyed"),
+        plugins.guest("score"),
+    ):
+        there[0] = False
+
+
 def test_a_fork_that_a_guest_leaves_is_no_second_run(tmp_path):
     """It ends with its own call: else each call would double the processes."""
     file = tmp_path / "reward.py"

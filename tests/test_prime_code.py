@@ -330,14 +330,15 @@ def test_b():
     x = add(2, 2)
     assert x == 4
 """
-HELPED = """from solution import add as plus
+HELPED = """from __future__ import annotations
+from solution import add as plus
 from math import sqrt as root
 FOUR = 4
 def three():
     return root(9)
 def test_a():
     "a docstring"
-    assert True, "no test"
+    assert FOUR == 4  # it calls nothing of the program
     assert plus(1, 2) == three()
 def test_b():
     assert plus(2, 2) == FOUR

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from itertools import groupby, pairwise, product
 
 import pytest
@@ -229,3 +230,15 @@ def test_a_tokenizer_in_plain_python():
         [dict(role="user", content="hi"), dict(role="assistant", content="yo")], t
     )
     assert t.decode([x for x, on in zip(ids, trained) if on]) == "yo</s>"
+
+
+def test_a_clean_up_of_spaces_is_saved_as_it_came(tiny, tmp_path):
+    """Responses are decoded without it, so that a reward sees what was sampled."""
+    start = shutil.copytree(tiny, tmp_path / "start")
+    config = json.loads((start / "tokenizer_config.json").read_text())
+    (start / "tokenizer_config.json").write_text(json.dumps(config | dict(clean_up_tokenization_spaces=True)))
+    tokenizer = load_processor(str(start))
+    assert not tokenizer.clean_up_tokenization_spaces
+    out = tmp_path / "out"
+    save_tokenizer(tokenizer, str(start), out)
+    assert json.loads((out / "tokenizer_config.json").read_text())["clean_up_tokenization_spaces"]
