@@ -139,7 +139,7 @@ TRAINERS = "agent", "dapo", "distill", "grpo", "ppo"
 def test_every_trainer_ends_with_a_broken_reward(tmp_path, monkeypatch):
     """A trainer has rows scored by `score_rows` alone, in training and in validation."""
     manager = RewardManager("naive", load_rewards([write(tmp_path, "return")], []))
-    sampled = dict(response_ids=[1, 2], finish_reason="stop", group=0)
+    sampled = dict(prompt_ids=[3], response_ids=[1, 2], finish_reason="stop", group=0)
     rows = [PROMPT | sampled | dict(sample=i) for i in range(2)]
     tokenizer = SimpleNamespace(decode=lambda ids: "four")
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
