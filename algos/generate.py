@@ -21,6 +21,8 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
     from system.arguments import fail, one_line_errors, parse, refuse
@@ -116,6 +118,7 @@ def load_prompts(args, tokenizer, tools):
             check_prompt(row["prompt"])
             prompt = encode_prompt(row, tokenizer, given_by(row, tools, tokenizer))
         if 0 < len(prompt["prompt_ids"]) <= args.max_prompt_length:
+            prompt["prompt_ids"] = np.array(prompt["prompt_ids"], np.int32)  # a list takes nine times as much
             prompts[count] = prompt | dict(images=row["images"], extra_info=row.get("extra_info", {}))
         count += 1
     if not prompts:
@@ -133,8 +136,11 @@ def plan_shards(args, prompts, rows):
         made_by[flag] = digest_of_file(vars(args)[flag] or "")
     for file, digest in digests_of_model(args.model).items():
         made_by[f"{file} of the model"] = digest
-    text = json.dumps(prompts, default=lambda image: sha256(image).hexdigest())
-    made_by["digest of the prompts"] = sha256(text.encode()).hexdigest()[:16]
+    digest = sha256()
+    for item in prompts.items():
+        text = json.dumps(item, default=lambda data: sha256(data).hexdigest())  # of token ids and images
+        digest.update(text.encode())
+    made_by["digest of the prompts"] = digest.hexdigest()[:16]
     folder = Path(f"{args.output}.shards")
     for path in sorted(folder.glob("*.parquet"))[:1]:
         old = json.loads(pq.read_schema(path).metadata[b"made_by"])
@@ -196,8 +202,10 @@ def generate(engine, rows, prompts, args, tokenizer, pool):
     talks = []
     for row in rows:
         if row in prompts:
+            ids = prompts[row]["prompt_ids"].tolist()
             for sample in range(args.n_samples):
-                talks.append(dict(prompts[row], row=row, seed=(args.seed, 0, row, sample)))
+                seed = args.seed, 0, row, sample
+                talks.append(dict(prompts[row], prompt_ids=ids, row=row, seed=seed))
     engine.reset_prefix_cache()  # CAREFUL: what earlier batches left in it changes the rounding of this one
     limits = Limits(args.max_response_length, args.max_turns, args.max_observation_length)
     converse(engine, talks, pool, tokenizer, limits, **sampling)

@@ -174,10 +174,12 @@ def micro_batches(policy, rows, args):
     dummy = dict(prompt_ids=[0], response_ids=[0], trained=[False])
     rank = dist.get_rank() // args.sp_size
     ranks = dist.get_world_size() // args.sp_size
-    own = [rows[i] for i in balance(lengths(rows), ranks)[rank]]
-    batches = split_micro_batches(lengths(own), args.max_tokens_per_microbatch * args.sp_size, policy.packed)
+    tokens = lengths(rows)
+    own = balance(tokens, ranks)[rank]
+    budget = args.max_tokens_per_microbatch * args.sp_size
+    batches = split_micro_batches([tokens[i] for i in own], budget, policy.packed)
     for batch in on_every_rank(policy, batches):
-        yield [own[i] for i in batch] or [dummy]
+        yield [rows[own[i]] for i in batch] or [dummy]
 
 
 def update(policy, optimizer, rows, args, step=1, total_steps=1):

@@ -85,7 +85,7 @@ def naive_rewards(n, tokenizer):
         data_source="openai/gsm8k", extra_info={}, prompt_ids=ids, response_ids=ids, finish_reason="length"
     )
     row |= dict(prompt=[dict(role="user", content="q")], reward_model=dict(ground_truth="3"))
-    rows = [dict(row, group=i) for i in range(n)]
+    rows = [dict(row, group=i // 8) for i in range(n)]
     manager = RewardManager("naive", rewards.compute_score)
     return lambda: manager.score_responses(rows, tokenizer)
 

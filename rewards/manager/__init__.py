@@ -113,8 +113,11 @@ class RewardManager:
         """
         ends = [len(row["response_ids"]) - (row["finish_reason"] == "stop") for row in rows]
         parts = [row.get("answer_ids", row["response_ids"][:end]) for row, end in zip(rows, ends)]
-        prompts = [tokenizer.decode(row["prompt_ids"][-20:]) for row in rows]  # which may open a thought
-        texts = [with_opening(tokenizer.decode(part), prompt) for part, prompt in zip(parts, prompts)]
+        prompts = {}  # the end of each, which may open a thought
+        for row in rows:
+            if row["group"] not in prompts:
+                prompts[row["group"]] = tokenizer.decode(row["prompt_ids"][-20:])
+        texts = [with_opening(tokenizer.decode(x), prompts[row["group"]]) for x, row in zip(parts, rows)]
         samples = [
             dict(
                 data_source=row["data_source"],
