@@ -629,7 +629,8 @@ def read_rollouts(run, budget):
         if budget < per_step // 20:
             break
         taken = 0  # bytes of this step, whose first group may be larger than its share
-        for rows in spread(read_dump(path)):
+        found = read_dump(path)
+        for rows in spread(found):
             group = {
                 "run": run.name,
                 "step": int(path.stem[5:]),
@@ -646,7 +647,7 @@ def read_rollouts(run, budget):
             groups.append(group)
             taken += size
             budget -= size
-        if not taken:  # there is no room for a group, and reading all others would find none
+        if found and not taken:  # there is no room for a group, and reading all others would find none
             break
     return sorted(groups, key=lambda group: group["step"]), (run, len(dumps), left_out)
 

@@ -3,6 +3,8 @@
 import shutil
 import signal
 import subprocess
+from collections import deque
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -144,3 +146,18 @@ def test_a_run_is_read_at_its_latest_checkpoint(tiny, tmp_path):
     for model in (tmp_path / "run", step, step.parent / "latest", step / "hf"):
         args = generate.Args(model=str(model), data="", output=str(tmp_path / "out.parquet"))
         assert generate.check_paths(args) == str(step / "hf")  # not `latest`, which may move on
+
+
+def test_a_written_shard_is_looked_at_once():
+    """Those at the front are counted: a later one waits for them."""
+    looked_at = []
+
+    def shard(name, done):
+        return SimpleNamespace(is_file=lambda: looked_at.append(name) or done)
+
+    waiting = deque([shard(0, True), shard(1, True), shard(2, False), shard(3, True)])
+    bar = SimpleNamespace(update=lambda: None)
+    generate.count_done(waiting, bar)
+    generate.count_done(waiting, bar)
+    assert len(waiting) == 2
+    assert looked_at == [0, 1, 2, 2]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -383,3 +384,20 @@ def test_where_a_score_levels_off(true):
     scores = np.array(curve(dict(rises_to=true, middle=30, steps=300)))
     found, low, high = level(np.arange(1, 301), scores, 0.1)
     assert low < true < high < low + 0.1 and abs(found - true) < 0.03
+
+
+def test_dumps_are_read_until_the_page_is_full(tmp_path, monkeypatch):
+    """A damaged dump hides no other."""
+    (tmp_path / "rollouts").mkdir()
+    row = json.dumps(dict(index=0, solution_str="x" * 1000))
+    for step in range(8):
+        (tmp_path / f"rollouts/step_{step:06d}.jsonl").write_text("{" if step == 0 else row)
+    opened = []
+    read = report_script.read_dump
+    monkeypatch.setattr(report_script, "read_dump", lambda path: opened.append(path) or read(path))
+    run_here = SimpleNamespace(path=tmp_path, name="run")
+    for budget, shown, looked_at in ((100_000, 7, 8), (3_000, 2, 4), (500, 0, 2)):
+        opened.clear()
+        groups, (_, dumps, _) = report_script.read_rollouts(run_here, budget)
+        assert (len(groups), dumps) == (shown, 8)
+        assert len(opened) <= looked_at
