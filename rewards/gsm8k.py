@@ -49,7 +49,7 @@ BEGAN = (
 )
 GOES_ON = regex.compile("|".join(GOES_ON))
 BEGAN = re.compile(rf"(?:{'|'.join(BEGAN)})\Z")
-NUMBER = regex.compile(r"([ \t\\+\p{Sc}-]*+)([0-9.,]*+)")  # Sc: currency signs
+NUMBER = regex.compile(r"([ \t\\+*\p{Sc}-]*+)([0-9.,]*+)")  # Sc: currency signs
 CURRENCY = regex.compile(r"[\\\p{Sc}]+\Z")
 RAISED = regex.compile(r"[ \t]?\p{No}")  # No: ² or ½
 # From the end. CAREFUL: the format is '#### 7', not '####7'

@@ -19,13 +19,13 @@ TAGS = OPENING, CLOSING, re.compile("<answer>"), re.compile("</answer>")  # each
 ANSWER = re.compile("<answer>(.*)</answer>", re.DOTALL)
 USER = re.compile(r"^User:", re.MULTILINE)
 ASSISTANT = re.compile(r"^Assistant:", re.MULTILINE)
-MARKUP = re.compile(r"\\[A-Za-z]+|[*_`#$~{}\\]")
+MARKUP = re.compile(r"\\[A-Za-z]+|</?[A-Za-z]+>|[*_`#$~{}\\\"“”]")  # of Markdown, TeX, HTML, JSON
 ROLE = re.compile(r"\b(?:knight|knave)\b", re.IGNORECASE)
 # What may stand before a statement: remarks that end with a colon or a line, `and`, punctuation, a number.
-LEAD = re.compile(r"(?:[^:\n]*[:\n])*(?:and\b|[\s,.;!&|)-])*(?:\(\d+\)|\d+[.)])?\s*", re.IGNORECASE)
+LEAD = re.compile(r"(?:[^:\n]*[:\n])*(?:and\b|[^\w(¬])*(?:\(\d+\)|\d+[.)])?\s*", re.IGNORECASE)
 # What stands between a name and a role; a line may break in it
 TAIL = re.compile(
-    r"(?<![\s:=|(–—-])(?:\s++is\b|['’]s\b|\s*+[:=|(–—-]++)\s*+(?:an?\b|the\b)?\s*+(knight|knave)\Z",
+    r"(?<![\s:：=|(–—→>-])(?:\s++is\b|['’]s\b|\s*+[:：=|(–—→>-]++)\s*+(?:an?\b|the\b)?\s*+(knight|knave)\Z",
     re.IGNORECASE,
 )
 
@@ -74,11 +74,12 @@ def _answer(response):
     if reply == response or any(len(tag.findall(response)) > 1 for tag in TAGS):
         return None
     found = ANSWER.search(reply)
-    return found and MARKUP.sub("", found[1])
+    return found and found[1]
 
 
 def _roles(text, n=None):
     """{name: role}, lower case; None if it is not n statements on n people."""
+    text = MARKUP.sub("", text)
     ends = [match.end() for match in ROLE.finditer(text)]
     if n is not None and len(ends) != n:
         return None

@@ -74,6 +74,7 @@ FIRST = "5 1/2|5, 6|5 to 6|5 hours 30 minutes|5 = 6|5_2|1 500|1'500|5±6|5→6|5
 
 
 def test_gsm8k_a_part_is_not_the_value():
+    assert score("#### **5**", "5", "strict") == score("#### $5*", "5", "strict") == 1
     for part in f"{PARTS}|{FIRST}".split("|"):
         assert score(f"#### {part}", part[0], "strict") == 0, part
     for part in f"{PARTS}|{WITHIN}".split("|"):
