@@ -265,7 +265,7 @@ def unusable(values, defaults, idle):
                 return f"--{name} {number} must be finite"
             if not low <= number <= high:
                 return f"--{name} {number} must be {words}"
-        if name in idle and value != defaults[name]:
+        if name in idle and value != defaults[name] and value not in OFF:
             return f"--{name} {value} {idle[name]}"
 
 
