@@ -295,7 +295,8 @@ def reference_logps(policy, rows, order, args):
     """
     if args.loss == "simpo" or not rows:
         return np.zeros((len(rows), 2), np.float32)
-    digest = hashlib.sha256(repr(digests_of_model(args.model)).encode())
+    model = digests_of_model(args.model), args.compute_dtype, args.attn_implementation, args.qlora
+    digest = hashlib.sha256(repr(model).encode())
     for name in ("prompt_ids", "chosen_ids", "rejected_ids", "chosen_trained", "rejected_trained"):
         column = rows.column(name)
         for part in (pc.list_flatten(column), pc.list_value_length(column)):

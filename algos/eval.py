@@ -60,7 +60,6 @@ from system.files import replacing
 SAMPLE = ("data_source", "ground_truth", "extra_info", "prompt")  # what a reward gets besides the response
 OPTIONAL = ("response_tokens", "finish_reasons", "episodes")  # columns
 Z = 1.96  # z of a 95 % interval
-MORE = (-0.71, 0.71)  # two prompts more for a difference (Agresti, Min 2005): 30 times 0 is not exactly 0
 
 
 def pass_at_k(n, c):
@@ -240,14 +239,21 @@ def wilson(values, n_samples):
 
 
 def interval(name, values, n_samples):
-    """95 % interval of the mean of a metric: Wilson's of shares, else the normal one."""
+    """95 % interval of the mean of a metric: Wilson's of shares, else the normal one.
+
+    A difference has two prompts more, as far from the mean as the farthest, as after Agresti, Min (2005): few
+    prompts show little of what is rare. Without any spread they are as far as 0, or 1 away if all are 0.
+    """
     is_difference = name.endswith("_diff")
-    is_length = name.endswith("length/mean")
+    is_length = "length/mean" in name
     if not is_difference and not is_length and values.min() >= 0 and values.max() <= 1:
         return wilson(values, n_samples)
-    if is_difference and "length" not in name:
-        values = np.append(values, MORE)
-    half = Z * values.std() / math.sqrt(len(values))
+    squares = (values - values.mean()) ** 2
+    total = squares.sum()
+    if is_difference and not is_length:
+        farthest = squares.max() if np.ptp(values) else values.mean() ** 2
+        total += 2 * (farthest or 1.0)  # 30 times 0 is not exactly 0
+    half = Z * math.sqrt(total) / len(values)
     return values.mean() - half, values.mean() + half
 
 

@@ -28,7 +28,7 @@ try:
     from system.arguments import fail, one_line_errors, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
-from algos.variants import is_zero_without_advantage, load_loss, load_variant, unknown
+from algos.variants import estimated, is_zero_without_advantage, load_loss, unknown
 
 # Shapes: B prompts, G responses to each, N = B * G, T response tokens, V vocabulary. A suffix names the
 # axes (logp_nt). T is aligned with the response: column t belongs to response token t.
@@ -185,8 +185,7 @@ def advantages(args, score_n, group_n, length_n, parts=()):
     if args.adv_estimator == "rloo":  # score minus the mean of the others (2402.14740)
         centred_n = group_advantages(score_n, group_n, norm_by_std=False)
         return centred_n * args.group_size / max(args.group_size - 1, 1)  # eq: grpo.rloo
-    own = score_n.clone(), group_n.clone(), length_n.clone()  # it may change them in place
-    return load_variant("adv_estimator", args.adv_estimator)(*own, parts)
+    return estimated(args.adv_estimator, score_n, group_n, length_n, parts)
 
 
 def kl_estimate(logp_nt, ref_logp_nt, kind):

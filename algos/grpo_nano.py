@@ -95,6 +95,7 @@ from system.batches import balance, columns_of, join, one_row, pad, padded, spli
 from system.gpu import compute_device, prepare_layers, send
 from system.log_probs import log_probs
 from system.metrics import stats, step_metrics, timed
+from system.model import check_model
 from system.ranks import all_reduce, setup_distributed, sum_over_ranks
 from system.run import Run
 from system.sampler import CAUSES, engine_options
@@ -251,6 +252,9 @@ def load_data(args):
     with one_line_errors():
         if families.wrapped(AutoConfig.from_pretrained(args.model)):
             fail(f"--model {args.model} has more than a language model: take algos/grpo.py")
+    with one_line_errors("take algos/grpo.py: "):
+        check_model(args.model, "sdpa", nn.Module.requires_grad_)
+    with one_line_errors():
         tokenizer = load_processor(args.model)
         manager = RewardManager("naive", load_rewards(args.reward_fn, (), args.group_size))
         data = args.train_files, args.val_files, args.max_prompt_length
@@ -269,8 +273,6 @@ class TokenLogps(nn.Module):
         super().__init__()
         self.lm = lm
         self.packed = packed
-        if getattr(lm.get_output_embeddings(), "bias", None) is not None:
-            fail(f"{lm.config.name_or_path}: its output layer has a bias, which log-probs leave out")
         # granite and minicpm3 divide their logits; cohere and falcon-h1 multiply them
         config = lm.config
         factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1

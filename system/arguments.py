@@ -326,7 +326,7 @@ def wrong_sampling(flags):
         return f"--group_size {group_size}: one response has no spread, so its group would be dropped"
     if estimator == "maxrl" and group_size < 2:
         return "--adv_estimator maxrl needs --group_size above 1"
-    if estimator == "reinforce_plus_plus_baseline" and group_size * get("train_batch_size", 2) < 2:
+    if estimator in ("gdpo", "reinforce_plus_plus_baseline") and group_size * get("train_batch_size", 2) < 2:
         return f"--adv_estimator {estimator} needs --group_size or --train_batch_size above 1"
     if (get("overlong_buffer") or 0) > get("max_response_length", INF):
         return f"--overlong_buffer {get('overlong_buffer')} is not within --max_response_length"

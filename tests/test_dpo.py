@@ -302,6 +302,13 @@ def test_the_reference_is_kept_or_computed_again(tmp_path, monkeypatch):
     assert np.array_equal(reference(), first) and len(calls) == 4  # read
     file.write_bytes(file.read_bytes()[:-10])
     assert np.array_equal(reference(), first) and len(calls) == 6
+    for flags in (dict(compute_dtype="bfloat16"), dict(qlora=True), dict(attn_implementation="eager")):
+        before = len(calls)
+        with monkeypatch.context() as other:  # a forward pass of another kind
+            for name, value in flags.items():
+                other.setattr(args, name, value)
+            reference()
+        assert len(calls) == before + 2, flags
 
 
 def test_turns_of_the_prompt_are_context_and_a_rewritten_reply_is_refused():

@@ -78,6 +78,30 @@ def test_an_interval_covers_what_it_says(n, p):
     assert covered > 0.92  # the bootstrap's: 0.59 of 30 questions with 3 %
 
 
+@pytest.mark.parametrize(
+    ("n", "samples", "easy", "hard", "better", "covers"),  # a prompt's chance: Beta(easy, hard)
+    [
+        (30, 1, 2, 2, 0, 0.94),
+        (30, 16, 2, 2, 0, 0.94),
+        (30, 32, 0.2, 4, 0, 0.94),
+        (200, 4, 1, 4, 0, 0.94),
+        (30, 64, 2, 2, 0.05, 0.94),  # in each prompt
+        (30, 1024, 2, 2, 0.05, 0.94),
+        (200, 4, 0.05, 4, -1, 0.91),  # few prompts have what the other file never has: answers that are cut
+    ],
+)
+def test_an_interval_of_a_difference_covers_and_is_no_wider(n, samples, easy, hard, better, covers):
+    rng, held, widths = np.random.default_rng(1), 0, []
+    for _ in range(800):
+        p = rng.beta(easy, hard, n) * (1 - abs(better) * (better > 0))
+        other = p * 0 if better < 0 else p + better
+        differences = (rng.binomial(samples, other) - rng.binomial(samples, p)) / samples
+        _, _, low, high = summary(differences, samples, "response_length/clip_ratio_diff")
+        held += low <= (better if better >= 0 else -easy / (easy + hard)) <= high
+        widths.append((high - low) / (4 * differences.std() / math.sqrt(n) + 1e-9))
+    assert held / 800 > covers and np.median(widths) < 1.5
+
+
 def write(path, *rows, **columns):
     """Rows of (data_source, ground truth, responses)."""
     records = []

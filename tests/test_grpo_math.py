@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -52,6 +53,36 @@ def test_policy_losses_and_their_gradients(case):
     assert loss_nt[mask_nt].tolist() == pytest.approx(case["expected"]) and loss_nt.isfinite().all()
     assert grad_nt[mask_nt].tolist() == pytest.approx(case["gradient"])
     assert clipped_nt[mask_nt].tolist() == case["clipped"] and lower_nt[mask_nt].tolist() == case["lower"]
+
+
+UNFIT = {  # what a plug-in returns for an input x, and the line that it is refused with
+    "x[:-1]": "must return tensors of shape",
+    "torch.cat([x, x])": "must return tensors of shape",
+    "x[:, None]": "must return tensors of shape",
+    "x.tolist()": "must return tensors of shape",
+    "None": "must return tensors of shape",
+    "x * float('nan')": "returns a number that is not finite",
+    "x / 0": "returns a number that is not finite",
+    "x.sub_(x.mean())": "changes an argument in place",
+    "x.missing": "raises AttributeError: 'Tensor' object has no attribute 'missing'",
+}
+
+
+@pytest.mark.parametrize("returned", UNFIT)
+def test_what_a_plug_in_returns_is_looked_at(returned, tmp_path):
+    """The same way for estimators and losses; and a loss returns three."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        f"def adv(score_n, group_n, length_n, parts):\n    x = score_n\n    return {returned}\n"
+        f"def loss(logp_nt, old_logp_nt, adv_nt, mask_nt):\n    x = adv_nt\n    x = {returned}\n"
+        "    return logp_nt * 1, x, x\n"
+    )
+    args = make_args(grpo, policy_loss=f"{file}:loss", adv_estimator=f"{file}:adv")
+    with pytest.raises(SystemExit, match=re.escape(f"--policy_loss {file}:loss {UNFIT[returned]}")):
+        load_loss(args, clip=grpo.policy_loss)
+    with pytest.raises(SystemExit, match=re.escape(f"--adv_estimator {file}:adv {UNFIT[returned]}")):
+        grpo.advantages(args, f64(1, 0, 0, 1), torch.tensor([0, 0, 1, 1]), torch.ones(4))
 
 
 def test_every_variant_has_numbers_a_gradient_and_a_row():

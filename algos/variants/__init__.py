@@ -10,6 +10,8 @@ clip leaves out its parameters, and a loss without loss_agg has token-mean. With
 
 def mine(score_n, group_n, length_n, parts):  # score, group number and trained tokens of each response
     return adv_n  # of each response; parts: a weight and the scores [N] for each --reward_fn
+
+What both return is looked at: finite tensors of one shape, and no argument changed in place.
 """
 
 import ast
@@ -18,7 +20,7 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
-from system.arguments import fail
+from system.arguments import fail, one_line_errors
 from system.plugins import load_from
 
 HERE = Path(__file__).parent
@@ -67,13 +69,11 @@ def load_loss(args, clip):
     """
     flags = asdict(args)
     spec = args.policy_loss
-    try:
+    with one_line_errors():
         if flags.get("adv_estimator", "grpo") not in OF_SCRIPTS["adv_estimator"]:
             load_variant("adv_estimator", flags["adv_estimator"])
         loss = clip if spec == "clip" else load_variant("policy_loss", spec)
         check_loss(loss, spec)
-    except ValueError as error:
-        fail(" ".join(str(error).split()))
     has = {name: p.default for name, p in inspect.signature(loss).parameters.items()}
     defaults = dict(loss_agg=has.get("loss_agg", "token-mean"))
     bounds = {}
@@ -97,18 +97,47 @@ def members(group_n):
     return group_n.argsort(stable=True).split(sizes.tolist())
 
 
-def check_loss(loss, spec):
-    """ValueError if a loss of two responses of three tokens is not what scripts expect."""
+def looked_at(what, function, *given):
+    """What a plug-in returns for these arguments, as a tuple of finite tensors of the shape of the second.
+
+    ValueError if it returns something else, raises, or changes an argument in place.
+    """
     import torch  # here, because names are checked before it is loaded
 
-    logp_nt, ones_nt = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3)
+    own = [x for x in given if torch.is_tensor(x)]
+    before = [x.detach().clone() for x in own]
     try:
-        loss_nt, *masks = loss(logp_nt, -ones_nt, ones_nt, ones_nt.bool())
-        fits = loss_nt.requires_grad and [x.shape for x in (loss_nt, *masks)] == [ones_nt.shape] * 3
+        found = function(*given)
     except Exception as error:  # of a user's function
-        raise ValueError(f"--policy_loss {spec} raises {type(error).__name__}: {error}") from error
-    if not fits:
-        what = f"--policy_loss {spec}"
+        raise ValueError(f"{what} raises {type(error).__name__}: {error}") from error
+    found = found if isinstance(found, tuple) else (found,)
+    shape = given[1].shape
+    for x in found:
+        if not torch.is_tensor(x) or x.shape != shape:
+            raise ValueError(f"{what} must return tensors of shape {[*shape]}, as its second argument has")
+        if not x.isfinite().all():
+            raise ValueError(f"{what} returns a number that is not finite")
+    if not all(map(torch.equal, own, before)):
+        raise ValueError(f"{what} changes an argument in place: change a copy")
+    return found
+
+
+def estimated(spec, score_n, group_n, length_n, parts):
+    """The advantages of --adv_estimator; a result that cannot be used stops the script with one line."""
+    what = f"--adv_estimator {spec}"
+    with one_line_errors():
+        [adv_n] = looked_at(what, load_variant("adv_estimator", spec), score_n, group_n, length_n, parts)
+    return adv_n
+
+
+def check_loss(loss, spec):
+    """ValueError if a loss of two responses of three tokens is not what scripts expect."""
+    import torch
+
+    what = f"--policy_loss {spec}"
+    logp_nt, ones_nt = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3)
+    found = looked_at(what, loss, logp_nt, -ones_nt, ones_nt, ones_nt.bool())
+    if len(found) != 3 or not found[0].requires_grad:
         raise ValueError(f"{what} must return three tensors [N, T], first a loss with a gradient")
 
 
