@@ -58,6 +58,7 @@ from rewards.manager.combined import load_rewards
 from system.files import replacing
 
 SAMPLE = ("data_source", "ground_truth", "extra_info", "prompt")  # what a reward gets besides the response
+SAME = ("mean@1", "pass@1", "maj@1")  # metrics that are often one number
 OPTIONAL = ("response_tokens", "finish_reasons", "episodes")  # columns
 Z = 1.96  # z of a 95 % interval
 MORE = (-0.71, 0.71)  # two prompts more for a difference (Agresti, Min 2005): 30 times 0 is not exactly 0
@@ -193,6 +194,8 @@ def score(rows, manager):
         for text, episode in zip(row["texts"], episodes, strict=True):
             sample = {key: row[key] for key in SAMPLE}
             sample["solution_str"] = text
+            if row["prompt"]:
+                sample["prompt_str"] = row["prompt"][-1]["content"]
             sample["extra_info"] = row["extra_info"] | json.loads(episode)  # of a conversation
             samples.append(sample)
             groups.append(row["index"])
@@ -279,15 +282,22 @@ def difference_cell(metrics, name):
 
 
 def print_table(title, columns, sources, names, cell):
-    """Files side by side. columns: {heading: {source: metrics}}; cell: makes a text of metrics and a name."""
+    """Files side by side. columns: {heading: {source: metrics}}; cell: makes a text of metrics and a name.
+
+    What is one number with one response to a prompt, where all are 0 or 1, has one row.
+    """
     table = Table("", *columns, title=title, title_justify="left")
     for source in sources:
         parts = [column.get(source, {}) for column in columns.values()]
         prompts = [f"{part.get('prompts', 0)} prompts" for part in parts]
         table.add_row(Text(source, "bold"), *prompts)
+        rows = {}  # {cells, name that shares its row with no other: names}
         for name in names:
-            cells = [cell(part, name) for part in parts]
-            table.add_row(f"  {name}", *cells)
+            cells = tuple(cell(part, name) for part in parts)
+            alone = "" if name in SAME else name
+            rows.setdefault((cells, alone), []).append(name)
+        for (cells, _), alike in rows.items():
+            table.add_row("  " + " = ".join(alike), *cells)
         table.add_section()
     Console().print(table)
 
