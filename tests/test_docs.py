@@ -95,10 +95,10 @@ def test_the_chinese_readme_has_the_same_commands():
 
     def parts(name):
         text = (ROOT / name).read_text()
-        lines = "".join(CODE.findall(text)).splitlines()  # at GitHub a block has 98 columns
-        assert max(sum(1 + (east_asian_width(c) == "W") for c in line) for line in lines) <= 96
-        blocks = [re.sub(r" +# .*", "", block) for block in CODE.findall(text)]
-        cells = re.findall(r"\| (`[^`]+`|[\d.]+|yes) (?=\|)", text.replace("| 够 ", "| yes "))
+        lines = "".join(CODE.findall(text)).splitlines()  # a telephone shows few columns
+        assert max(sum(1 + (east_asian_width(c) == "W") for c in line) for line in lines) <= 68
+        blocks = [re.sub(r"(^| +)# .*", "", block, flags=re.MULTILINE) for block in CODE.findall(text)]
+        cells = re.findall(r"\| (`[^`]+`|[\d.]+%?|yes) (?=\|)", text.replace("| 够 ", "| yes "))
         links = re.findall(r"\]\(((?!README)[^)]+)\)", text.replace(".zh-CN.svg", ".svg"))
         return blocks, cells, links
 
@@ -108,9 +108,27 @@ def test_the_chinese_readme_has_the_same_commands():
 
 
 def test_the_command_for_a_7b_model_is_one():
-    """Of the README and of its page."""
-    [command] = re.findall(r"^torchrun .*\n(?: +--.*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert command in (ROOT / "docs/start/train-7b.md").read_text()
+    """Of the README, of its page, and of the demo's last lines. It takes over a hundred steps of GSM8K."""
+    [command] = re.findall(r"^torchrun .*\n(?: +\S.*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    for name in ("docs/start/train-7b.md", "benchmarks/demo.py"):
+        assert command in (ROOT / name).read_text(), name
+    [script, *words] = shlex.split(command.replace("\\\n", " "))[4:]
+    args = tyro.cli(script_args(script), args=words)
+    steps = 7473 // args.train_batch_size * args.total_epochs
+    assert steps >= 100 and args.save_freq and args.rollout_dump
+    assert all(
+        f"{steps} steps" in (ROOT / name).read_text() for name in ("README.md", "docs/start/train-7b.md")
+    )
+
+
+def test_the_readme_says_how_long_the_code_is():
+    """Within a twentieth, so one edit does not change a page."""
+    said = (ROOT / "README.md").read_text()
+    [grpo, system] = re.search(r"one file of ([\d,]+) lines, on a `system/` of ([\d,]+) lines", said).groups()
+    assert f"{int(grpo)} 行" in (ROOT / "README.zh-CN.md").read_text()
+    for number, files in ((grpo, ["algos/grpo.py"]), (system, (ROOT / "system").glob("*.py"))):
+        there = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+        assert abs(int(number.replace(",", "")) / there - 1) < 0.05, there
 
 
 def test_headers_train_models_tiny():
@@ -137,13 +155,13 @@ def test_no_gpus_are_refused(numbers):
 def test_the_reward_of_the_readme(tmp_path):
     """The block about own data and rewards runs, and writes rows that the schema accepts."""
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (tmp_path / "capitals.py").write_text(code)
-    command, env = [sys.executable, "capitals.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    (tmp_path / "digits.py").write_text(code)
+    command, env = [sys.executable, "digits.py"], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    count, *scores = done.stdout.splitlines()
+    *scores, count = done.stdout.splitlines()
     assert count == "5 rows" and [float("'acc': 1.0" in line) for line in scores] == [1, 0, 0, 0, 0]
-    assert len(load_rows(tmp_path / "data/capitals.parquet", KINDS["RL"])) == 5
+    assert len(load_rows(tmp_path / "data/digits.parquet", KINDS["RL"])) == 5
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "algos").glob("*.py")), ids=lambda path: path.name)
