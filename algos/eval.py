@@ -1,4 +1,4 @@
-"""Score the responses in parquet files: mean@n, pass@k, maj@k over the prompts, per data source and in all.
+"""Score the responses in files of rows: mean@n, pass@k, maj@k over the prompts, per data source and in all.
 
 pass@k is unbiased (arXiv 2107.03374, eq. 1), maj@k exact; means and paired differences have 95 % intervals.
 
@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
 
 @dataclass
 class Args:
-    data: tuple[str, ...]  # parquet files with responses, from generate.py; each is compared with the first
+    data: tuple[str, ...]  # files with responses, from generate.py; each is compared with the first
     output: str  # directory for results.json, pass_at_k.png, scored_A.parquet: the first file with its scores
     response_key: str = "responses"  # column of the responses: lists of strings of one length, or strings
     k: tuple[int, ...] = ()  # k of maj@k and, in the table, of pass@k; none: powers of two and all responses

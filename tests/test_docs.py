@@ -76,18 +76,60 @@ def test_commands(page):
             assert unusable(values, defaults, unread(values, script_args(script))) is None
 
 
-def test_read_the_code_names_what_is_there():
-    """Pages about algorithms name functions of their script."""
-    scripts = {"vapo": "algos/ppo.py", "rft": "data_prep/rejection.py"}
-    for page in (ROOT / "docs/algorithms").glob("*.md"):
-        if page.name == "README.md":
-            continue
-        code = (ROOT / scripts.get(page.stem, f"algos/{page.stem}.py")).read_text()
-        code += (ROOT / "envs/messages.py").read_text() * (page.stem == "agent")
-        section = page.read_text().split("## Read the code")[1].split("\n## ")[0]
-        names = re.findall(r"`([A-Za-z_]\w+)`", "".join(re.findall(r"^\|.*", section, re.MULTILINE)))
-        assert names or page.stem in ("rft", "vapo"), page.name
-        assert not [name for name in names if not re.search(rf"\b{name}\b", code)], page.name
+def script_of(page):
+    return ROOT / dict(rft="data_prep/rejection.py").get(page.stem, f"algos/{page.stem}.py")
+
+
+ALGORITHMS = sorted({*(ROOT / "docs/algorithms").glob("*.md")} - {ROOT / "docs/algorithms/README.md"})
+
+
+@pytest.mark.parametrize("page", ALGORITHMS, ids=lambda page: page.stem)
+def test_read_the_code_names_what_is_there(page):
+    """Names of code are in the script, or in what it shares with others."""
+    places = (
+        "system/*.py",
+        "algos/variants/*.py",
+        "data_prep/lib/cache.py",
+        "envs/messages.py",
+        "algos/grpo.py",
+    )
+    files = [script_of(page), *(path for place in places for path in ROOT.glob(place))]
+    code = "".join(path.read_text() for path in files)
+    section = page.read_text().split("## Read the code")[1].split("\n## ")[0]
+    assert [x for x in re.findall(r"`([A-Za-z_]\w+)`", section) if not re.search(rf"\b{x}\b", code)] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in ALGORITHMS if page.stem != "rft"], ids=lambda page: page.stem
+)
+def test_key_flags_are_those_of_the_script(page):
+    """And their defaults, where a number is said."""
+    defaults = {f.name: f.default for f in fields(script_args(f"algos/{page.stem}.py"))}
+    section = page.read_text().split("## Key flags")[1].split("\n### ")[0].split("\n## ")[0]
+    for flags, said in re.findall(r"^\| (`--.*?) \| (.*?) \|", section, re.MULTILINE):
+        flags, said = re.findall(r"--(\w+)", flags), said.replace("`", "").split(", ")
+        assert set(flags) <= set(defaults)
+        for flag, text in zip(flags, said):
+            if re.fullmatch(r"[\d.e-]+", text) and defaults[flag] is not None:
+                assert float(text) == defaults[flag], flag
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_files_of_the_repository_are_there(page):
+    """FILE.py in text: a path from the root, the end of one, or what the page itself has the reader save."""
+    if page.parent.name == "results" or page.parent.name == "benchmarks":  # history, with its commit
+        return
+    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    text = page.read_text()
+    saved = {
+        *re.findall(r"(?:[Ss]ave (?:it|this) as|Write|保存为) `([\w/]+\.py)`", text),
+        *("FILE.py", "mine.py", "platforms/cuda.py"),
+    }
+    said = {*re.findall(r"`([\w/]+\.py)(?::{1,2}\w+)?`", CODE.sub("", text))} - saved
+    assert [x for x in said if not any(path.endswith(f"/{x}") for path in files)] == []
+    for name, file in re.findall(r"`(\w+)` (?:of|in) `?([\w/]+\.py)`?", text):
+        code = "".join((ROOT / path[1:]).read_text() for path in files if path.endswith(f"/{file}"))
+        assert not code or re.search(rf"\b{name}\b", code), (name, file)
 
 
 def test_the_chinese_readme_has_the_same_commands():
