@@ -1,4 +1,4 @@
-"""Score the responses in parquet files: mean@n, pass@k, maj@k over the prompts, per data source and in all.
+"""Score the responses in files of rows: mean@n, pass@k, maj@k over the prompts, per data source and in all.
 
 pass@k is unbiased (arXiv 2107.03374, eq. 1), maj@k exact; means and paired differences have 95 % intervals.
 
@@ -25,7 +25,7 @@ except ModuleNotFoundError as error:
 
 @dataclass
 class Args:
-    data: tuple[str, ...]  # parquet files with responses, from generate.py; each is compared with the first
+    data: tuple[str, ...]  # files with responses, from generate.py; each is compared with the first
     output: str  # directory for results.json, pass_at_k.png, scored_A.parquet: the first file with its scores
     response_key: str = "responses"  # column of the responses: lists of strings of one length, or strings
     k: tuple[int, ...] = ()  # k of maj@k and, in the table, of pass@k; none: powers of two and all responses
@@ -58,6 +58,7 @@ from rewards.manager.combined import load_rewards
 from system.files import replacing
 
 SAMPLE = ("data_source", "ground_truth", "extra_info", "prompt")  # what a reward gets besides the response
+SAME = ("mean@1", "pass@1", "maj@1")  # metrics that are often one number
 OPTIONAL = ("response_tokens", "finish_reasons", "episodes")  # columns
 Z = 1.96  # z of a 95 % interval
 
@@ -192,6 +193,8 @@ def score(rows, manager):
         for text, episode in zip(row["texts"], episodes, strict=True):
             sample = {key: row[key] for key in SAMPLE}
             sample["solution_str"] = text
+            if row["prompt"]:
+                sample["prompt_str"] = row["prompt"][-1]["content"]
             sample["extra_info"] = row["extra_info"] | json.loads(episode)  # of a conversation
             samples.append(sample)
             groups.append(row["index"])
@@ -285,15 +288,22 @@ def difference_cell(metrics, name):
 
 
 def print_table(title, columns, sources, names, cell):
-    """Files side by side. columns: {heading: {source: metrics}}; cell: makes a text of metrics and a name."""
+    """Files side by side. columns: {heading: {source: metrics}}; cell: makes a text of metrics and a name.
+
+    What is one number with one response to a prompt, where all are 0 or 1, has one row.
+    """
     table = Table("", *columns, title=title, title_justify="left")
     for source in sources:
         parts = [column.get(source, {}) for column in columns.values()]
         prompts = [f"{part.get('prompts', 0)} prompts" for part in parts]
         table.add_row(Text(source, "bold"), *prompts)
+        rows = {}  # {cells, name that shares its row with no other: names}
         for name in names:
-            cells = [cell(part, name) for part in parts]
-            table.add_row(f"  {name}", *cells)
+            cells = tuple(cell(part, name) for part in parts)
+            alone = "" if name in SAME else name
+            rows.setdefault((cells, alone), []).append(name)
+        for (cells, _), alike in rows.items():
+            table.add_row("  " + " = ".join(alike), *cells)
         table.add_section()
     Console().print(table)
 

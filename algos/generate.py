@@ -1,4 +1,4 @@
-"""Sample responses to the prompts of a parquet file with vLLM: parquet in, the same rows with responses out.
+"""Sample responses to the prompts of a file with vLLM: rows in, the same rows with responses out, as parquet.
 
 1. The output does not depend on the number of ranks: a response's seed is a function of (seed, row, sample),
    and a sampler answers whole batches, cut by row. So rounding is the same too.
@@ -33,7 +33,7 @@ except ModuleNotFoundError as error:
 @dataclass
 class Args:
     model: str  # directory of a run (its latest checkpoint), of a checkpoint or a model, or a hub name
-    data: str  # parquet file of prompts
+    data: str  # file of prompts
     output: str  # parquet file to write; it must not exist
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
     chat_template: str | None = None  # Jinja file in place of the model's chat template

@@ -3,8 +3,9 @@ docs/guides/report.md, curves with bands over seeds, where the time goes, differ
 
 Runs that differ only in `seed` and `output_dir` are one series: the mean, and a band from lowest to highest.
 
-Command:    python algos/report.py runs/grpo_1 runs/grpo_2 --output report.html
-            python algos/report.py runs/grpo --output report.html --follow 30
+Command:    python algos/report.py runs/grpo
+            python algos/report.py runs/grpo_1 runs/grpo_2 --output report.html
+            python algos/report.py runs/grpo --follow 30
 Docs: docs/guides/report.md
 """
 
@@ -13,6 +14,8 @@ import fnmatch
 import gzip
 import json
 import math
+import os
+import re
 import sys
 import time
 from contextlib import suppress
@@ -21,8 +24,10 @@ from functools import cache, cached_property, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 try:
     from system.arguments import parse
 except ModuleNotFoundError as error:
@@ -46,7 +51,7 @@ MARKS = {"wrong": "✕", "warning": "!", "ok": "✓", "not applicable": "–"}  
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]  # directories of runs: the --output_dir of a trainer
-    output: str  # HTML file to write
+    output: str | None = None  # HTML file to write; of one run: report.html in its directory
     follow: float = 0.0  # seconds between updates of the file, until Ctrl-C; 0: write it once
 
 
@@ -175,6 +180,7 @@ class Run:
         self.metrics = set().union(*rows.values())
         with suppress(OSError, ValueError, TypeError):
             self.args = dict(json.loads((path / "args.json").read_text()))
+        self.what = " on ".join(str(self.args[key]) for key in ("program", "model") if key in self.args)
         self.log = []
         log = path / "log.txt"
         if log.is_file():
@@ -731,6 +737,42 @@ def time_parts(runs, points):
     return dict(x=parts[0][1]["x"], parts=[[name, line["y"]] for name, line in parts])
 
 
+def duration(seconds):
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+@cache
+def described():
+    """[pattern of metrics, what they are] of docs/reference/metrics.md; a copy without that page has none."""
+    found = []
+    section = ""
+    with suppress(OSError):
+        for line in (ROOT / "docs/reference/metrics.md").read_text().splitlines():
+            if line.startswith("## "):
+                section = line.removeprefix("## ")
+            if not section or not line.startswith("| `"):
+                continue
+            names, *cells = line.strip("| ").split(" | ")
+            text = re.sub(r"\[([^]]*)\]\([^)]*\)|`", r"\1", "; ".join(cells))
+            for name in re.findall(r"`([^`]+)`", names):
+                found.append((re.sub(r"\{.*?\}", "*", name), f"{section}: {text}"))
+    return found
+
+
+def meaning(name):
+    """What a metric is, a line for each kind of run that has it."""
+    return "\n".join(text for pattern, text in described() if fnmatch.fnmatchcase(name, pattern))
+
+
+def address(folder, *parts):
+    """The link from a page in `folder` to a file or a folder; "" if it is missing."""
+    path = Path(*parts)
+    return quote(os.fsencode(os.path.relpath(path, folder))) if path.exists() else ""
+
+
 def embed(value):
     """JSON that no text in it can leave."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
@@ -749,8 +791,8 @@ def compare_arguments(runs):
 
 
 # ---- The page: report.html, a template of jinja2, which escapes all text --------------------------------
-def build(runs, reload_s=0):
-    """The whole page, in bytes."""
+def build(runs, folder, reload_s=0):
+    """The whole page, in bytes; folder: where it will be, for its links."""
     series = series_of(runs)
     points = max(40, min(400, 1200 // len(series)))
     script = (files("plotly") / "package_data/plotly.min.js").read_bytes()
@@ -760,6 +802,10 @@ def build(runs, reload_s=0):
         "marks": MARKS,
         "limit": LIMIT,
         "embed": embed,
+        "duration": duration,
+        "meaning": meaning,
+        "address": partial(address, folder),
+        "guide": ROOT / "docs/guides/debugging.md",
         "matching": matching,
         "strftime": time.strftime,
         "series": list(series),
@@ -785,17 +831,20 @@ def build(runs, reload_s=0):
 
 def write(args, reload_s):
     """Write the HTML file, and print what the checks found."""
-    if Path(args.output).is_dir():
-        raise ValueError(f"--output {args.output} is a directory; give the name of an HTML file")
     paths = list(dict.fromkeys(map(Path, args.runs)))
+    if args.output is None and len(paths) > 1:
+        raise ValueError("several runs in one page: pass --output FILE.html")
+    output = Path(args.output or paths[0] / "report.html")
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a directory; give the name of an HTML file")
     names = [path.resolve().name for path in paths]
     runs = []
     for path, name in zip(paths, names):
         if names.count(name) > 1:
             name = str(path)
         runs.append(Run(path, name))
-    page = build(runs, reload_s)
-    with replacing(args.output) as new:
+    page = build(runs, output.parent, reload_s)
+    with replacing(output) as new:
         new.write_bytes(page)
     for run in runs:
         words = [verdict.word for verdict in run.verdicts.values()]
@@ -805,7 +854,7 @@ def write(args, reload_s):
             if word in ("wrong", "warning"):
                 at = f" (step {step})" if step else ""
                 print(f"  {word}: {name}, {says}{at}")
-    print(f"{args.output}: {len(page) / 1e6:.1f} MB, {time.strftime('%H:%M:%S')}", flush=True)
+    print(f"{output}: {len(page) / 1e6:.1f} MB, {time.strftime('%H:%M:%S')}", flush=True)
 
 
 def main(args):

@@ -46,10 +46,20 @@ TASKS = {  # scripts of the stages, and their flags
         " --max_tokens_per_microbatch 2048 --gradient_checkpointing none",
     ),
 }
-NEXT = """
-next: your data  python data_prep/gsm8k.py --local_save_dir data/gsm8k    (README: your own data and reward)
-      your GPUs  torchrun --nproc_per_node 8 algos/grpo.py --model Qwen/Qwen2.5-7B-Instruct \\
-                     --train_files data/gsm8k/train.parquet --output_dir runs/grpo
+NEXT = r"""
+next: your own data and reward (README.md), or a 7B model on GPUs, in an environment for GPUs (README.md):
+
+python data_prep/gsm8k.py --local_save_dir data/gsm8k
+torchrun --standalone --nproc_per_node 8 \
+    algos/grpo.py --output_dir runs/grpo-7b \
+    --model Qwen/Qwen2.5-7B-Instruct \
+    --train_files data/gsm8k/train.parquet \
+    --val_files data/gsm8k/test.parquet \
+    --train_batch_size 128 --group_size 8 \
+    --ppo_mini_batch_size 64 --lr 1e-6 \
+    --max_response_length 1024 \
+    --total_epochs 2 --test_freq 10 \
+    --save_freq 10 --rollout_dump
 """
 
 

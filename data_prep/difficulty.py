@@ -32,7 +32,7 @@ PLACE = "split", "index", "pass_rate"  # of extra_info: where a row was, and wha
 @dataclass
 class Args:
     files: tyro.conf.Positional[tuple[str, ...]]
-    """Parquet files with responses and scores, as eval.py writes them; the same prompt may be in several."""
+    """Files with responses and scores, as eval.py writes them; the same prompt may be in several."""
     local_save_dir: str
     """Directory for train.parquet."""
     low: float = 0.1

@@ -1,4 +1,4 @@
-"""What is in parquet files: rows, sources, an example, prompt lengths, the validator's verdict, repetitions.
+"""What is in files of rows: rows, sources, an example, prompt lengths, the validator's verdict, repetitions.
 
 python data_prep/inspect.py data/gsm8k/train.parquet data/gsm8k/test.parquet --tokenizer models/tiny
 
@@ -46,7 +46,7 @@ SHOWN = 5  # faults that are printed of a file
 @dataclass
 class Args:
     files: tyro.conf.Positional[tuple[str, ...]]
-    """Parquet files."""
+    """Files of rows: parquet or JSON."""
     tokenizer: str | None = None
     """Directory or hub name of a tokenizer; it counts tokens with its chat template.  None: characters."""
     chat_template: str | None = None

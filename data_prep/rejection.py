@@ -32,7 +32,7 @@ from system.thoughts import MARKS, after_thought, first, pattern
 @dataclass
 class Args:
     files: tyro.conf.Positional[tuple[str, ...]]
-    """Parquet files with responses and scores, as eval.py writes them; the same prompt may be in several."""
+    """Files with responses and scores, as eval.py writes them; the same prompt may be in several."""
     local_save_dir: str
     """Directory for sft.parquet and pairs.parquet."""
     keep: Literal["all", "first", "shortest"] = "all"

@@ -22,7 +22,7 @@ HEAD = """# Flags
 
 Every flag of every script, from its `Args`, with its whole help. Each meaning of a flag has a row.
 Names in brackets after a help are all that the flag takes.
-A name without dashes is given without a flag: `report.py RUNS --output FILE`.
+A name without dashes is given without a flag: `report.py RUNS`.
 
 A flag takes underscores or hyphens: `--max_prompt_length` and `--max-prompt-length` are one flag.
 A switch such as `--packing` is turned off by `--no_packing`.

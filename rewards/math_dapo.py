@@ -1,6 +1,6 @@
 r"""DAPO-Math and AIME: +1 if the text after the last `Answer:` equals the ground truth, else -1.
 
-- The marker may be in another language, as `答案：` (LABEL of mathematics/latex.py).
+- The marker may be in another language, as `答案：` (LABEL of rewards/boxed.py).
 - The rest of the marker's line counts, or else the next line that is not blank.  Words next to a box in
   that line are a part of the answer, except "the sum is".
 - A response with a box but without the marker has no answer: the prompt asks for `Answer:`.

@@ -268,7 +268,7 @@ class Run:
             weights = self.args.model
         self.say(f"step {self.step} of {self.total}, {done}")
         self.say(f"weights: {weights}")
-        self.say(f"report:  python algos/report.py {self.out} --output report.html")
+        self.say(f"report:  python algos/report.py {self.out}")
 
 
 def clean(out, step, args):

@@ -76,18 +76,60 @@ def test_commands(page):
             assert unusable(values, defaults, unread(values, script_args(script))) is None
 
 
-def test_read_the_code_names_what_is_there():
-    """Pages about algorithms name functions of their script."""
-    scripts = {"vapo": "algos/ppo.py", "rft": "data_prep/rejection.py"}
-    for page in (ROOT / "docs/algorithms").glob("*.md"):
-        if page.name == "README.md":
-            continue
-        code = (ROOT / scripts.get(page.stem, f"algos/{page.stem}.py")).read_text()
-        code += (ROOT / "envs/messages.py").read_text() * (page.stem == "agent")
-        section = page.read_text().split("## Read the code")[1].split("\n## ")[0]
-        names = re.findall(r"`([A-Za-z_]\w+)`", "".join(re.findall(r"^\|.*", section, re.MULTILINE)))
-        assert names or page.stem in ("rft", "vapo"), page.name
-        assert not [name for name in names if not re.search(rf"\b{name}\b", code)], page.name
+def script_of(page):
+    return ROOT / dict(rft="data_prep/rejection.py").get(page.stem, f"algos/{page.stem}.py")
+
+
+ALGORITHMS = sorted({*(ROOT / "docs/algorithms").glob("*.md")} - {ROOT / "docs/algorithms/README.md"})
+
+
+@pytest.mark.parametrize("page", ALGORITHMS, ids=lambda page: page.stem)
+def test_read_the_code_names_what_is_there(page):
+    """Names of code are in the script, or in what it shares with others."""
+    places = (
+        "system/*.py",
+        "algos/variants/*.py",
+        "data_prep/lib/cache.py",
+        "envs/messages.py",
+        "algos/grpo.py",
+    )
+    files = [script_of(page), *(path for place in places for path in ROOT.glob(place))]
+    code = "".join(path.read_text() for path in files)
+    section = page.read_text().split("## Read the code")[1].split("\n## ")[0]
+    assert [x for x in re.findall(r"`([A-Za-z_]\w+)`", section) if not re.search(rf"\b{x}\b", code)] == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in ALGORITHMS if page.stem != "rft"], ids=lambda page: page.stem
+)
+def test_key_flags_are_those_of_the_script(page):
+    """And their defaults, where a number is said."""
+    defaults = {f.name: f.default for f in fields(script_args(f"algos/{page.stem}.py"))}
+    section = page.read_text().split("## Key flags")[1].split("\n### ")[0].split("\n## ")[0]
+    for flags, said in re.findall(r"^\| (`--.*?) \| (.*?) \|", section, re.MULTILINE):
+        flags, said = re.findall(r"--(\w+)", flags), said.replace("`", "").split(", ")
+        assert set(flags) <= set(defaults)
+        for flag, text in zip(flags, said):
+            if re.fullmatch(r"[\d.e-]+", text) and defaults[flag] is not None:
+                assert float(text) == defaults[flag], flag
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_files_of_the_repository_are_there(page):
+    """FILE.py in text: a path from the root, the end of one, or what the page itself has the reader save."""
+    if page.parent.name == "results" or page.parent.name == "benchmarks":  # history, with its commit
+        return
+    files = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    text = page.read_text()
+    saved = {
+        *re.findall(r"(?:[Ss]ave (?:it|this) as|Write|保存为) `([\w/]+\.py)`", text),
+        *("FILE.py", "mine.py", "platforms/cuda.py"),
+    }
+    said = {*re.findall(r"`([\w/]+\.py)(?::{1,2}\w+)?`", CODE.sub("", text))} - saved
+    assert [x for x in said if not any(path.endswith(f"/{x}") for path in files)] == []
+    for name, file in re.findall(r"`(\w+)` (?:of|in) `?([\w/]+\.py)`?", text):
+        code = "".join((ROOT / path[1:]).read_text() for path in files if path.endswith(f"/{file}"))
+        assert not code or re.search(rf"\b{name}\b", code), (name, file)
 
 
 def test_the_chinese_readme_has_the_same_commands():
@@ -95,10 +137,10 @@ def test_the_chinese_readme_has_the_same_commands():
 
     def parts(name):
         text = (ROOT / name).read_text()
-        lines = "".join(CODE.findall(text)).splitlines()  # at GitHub a block has 98 columns
-        assert max(sum(1 + (east_asian_width(c) == "W") for c in line) for line in lines) <= 96
-        blocks = [re.sub(r" +# .*", "", block) for block in CODE.findall(text)]
-        cells = re.findall(r"\| (`[^`]+`|[\d.]+|yes) (?=\|)", text.replace("| 够 ", "| yes "))
+        lines = "".join(CODE.findall(text)).splitlines()  # a telephone shows few columns
+        assert max(sum(1 + (east_asian_width(c) == "W") for c in line) for line in lines) <= 68
+        blocks = [re.sub(r"(^| +)# .*", "", block, flags=re.MULTILINE) for block in CODE.findall(text)]
+        cells = re.findall(r"\| (`[^`]+`|[\d.]+%?|yes) (?=\|)", text.replace("| 够 ", "| yes "))
         links = re.findall(r"\]\(((?!README)[^)]+)\)", text.replace(".zh-CN.svg", ".svg"))
         return blocks, cells, links
 
@@ -108,9 +150,27 @@ def test_the_chinese_readme_has_the_same_commands():
 
 
 def test_the_command_for_a_7b_model_is_one():
-    """Of the README and of its page."""
-    [command] = re.findall(r"^torchrun .*\n(?: +--.*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert command in (ROOT / "docs/start/train-7b.md").read_text()
+    """Of the README, of its page, and of the demo's last lines. It takes over a hundred steps of GSM8K."""
+    [command] = re.findall(r"^torchrun .*\n(?: +\S.*\n)+", (ROOT / "README.md").read_text(), re.MULTILINE)
+    for name in ("docs/start/train-7b.md", "benchmarks/demo.py"):
+        assert command in (ROOT / name).read_text(), name
+    [script, *words] = shlex.split(command.replace("\\\n", " "))[4:]
+    args = tyro.cli(script_args(script), args=words)
+    steps = 7473 // args.train_batch_size * args.total_epochs
+    assert steps >= 100 and args.save_freq and args.rollout_dump
+    assert all(
+        f"{steps} steps" in (ROOT / name).read_text() for name in ("README.md", "docs/start/train-7b.md")
+    )
+
+
+def test_the_readme_says_how_long_the_code_is():
+    """Within a twentieth, so one edit does not change a page."""
+    said = (ROOT / "README.md").read_text()
+    [grpo, system] = re.search(r"one file of ([\d,]+) lines, on a `system/` of ([\d,]+) lines", said).groups()
+    assert f"{int(grpo)} 行" in (ROOT / "README.zh-CN.md").read_text()
+    for number, files in ((grpo, ["algos/grpo.py"]), (system, (ROOT / "system").glob("*.py"))):
+        there = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+        assert abs(int(number.replace(",", "")) / there - 1) < 0.05, there
 
 
 def test_headers_train_models_tiny():
@@ -137,13 +197,13 @@ def test_no_gpus_are_refused(numbers):
 def test_the_reward_of_the_readme(tmp_path):
     """The block about own data and rewards runs, and writes rows that the schema accepts."""
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (tmp_path / "capitals.py").write_text(code)
-    command, env = [sys.executable, "capitals.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    (tmp_path / "digits.py").write_text(code)
+    command, env = [sys.executable, "digits.py"], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    count, *scores = done.stdout.splitlines()
+    *scores, count = done.stdout.splitlines()
     assert count == "5 rows" and [float("'acc': 1.0" in line) for line in scores] == [1, 0, 0, 0, 0]
-    assert len(load_rows(tmp_path / "data/capitals.parquet", KINDS["RL"])) == 5
+    assert len(load_rows(tmp_path / "data/digits.parquet", KINDS["RL"])) == 5
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "algos").glob("*.py")), ids=lambda path: path.name)

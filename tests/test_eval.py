@@ -233,3 +233,14 @@ def test_a_reward_is_shown_what_was_asked(tmp_path):
         [found] = load_responses(str(tmp_path / "g.parquet"), "responses")
         assert found["prompt"] == [dict(role="user", content=expected)] and found["ground_truth"] == "3"
         table = table.replace_schema_metadata(None)
+
+
+def test_what_is_printed(tmp_path):
+    """A sample with its prompt; mean@1, pass@1 and maj@1 are one row where they are one number."""
+    one = tmp_path / "one.parquet"
+    row = dict(data_source="one", prompt=[dict(role="user", content="6-2=")], responses=["4"])
+    row |= dict(reward_model=dict(style="rule", ground_truth="4"), extra_info=dict(index=0))
+    pq.write_table(pa.Table.from_pylist([row]), one)
+    done, _ = evaluate(tmp_path, one)
+    assert "one: 6-2= [4]\n" in done.stdout
+    assert "mean@1 = pass@1 = maj@1" in done.stdout and done.stdout.count("pass@1") == 1

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from types import SimpleNamespace
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from conftest import ROOT, documented, golden, run
 
 from algos import grpo
 from algos import report as report_script
-from algos.report import CHECKS, LIMIT, Args, Run, level, parse, thin, write
+from algos.report import CHECKS, LIMIT, Args, Run, duration, level, meaning, parse, thin, write
 
 SAMPLE = ROOT / "tests/fixtures/report"  # ten steps of the demo, and two of its dumped steps
 GAP = "training/rollout_probs_diff_mean"
@@ -146,7 +147,9 @@ class Page(HTMLParser):
 def read_page(path):
     page = Page(path.read_bytes().decode())
     assert path.stat().st_size < 6_000_000
-    assert [x for x in page.fetched if not x.startswith("#")] == []
+    page.links = [x for x in page.fetched if not x.startswith("#")]  # to files that are there
+    assert all((path.parent / unquote(x)).exists() for x in page.links)
+    assert len(page.links) == sum(tag == "a" and not x["href"].startswith("#") for tag, x in page.tags)
     assert list(page.scripts) == ["data", "plotly", "code"]
     # nothing fetches by CSS or script either, and the page itself forbids it
     fetches = r"url\(|@import|fetch\(|XMLHttp|import\(|https?://(?!www\.w3\.org)"
@@ -208,6 +211,26 @@ def test_command(tmp_path):
     group = page.data["rollouts"][0]
     assert group["step"] == 1 and group["prompt"].endswith("=") and len(group["rows"]) == 4
     assert group["rows"][0].keys() == {"text", "finish", "score", "advantages", "more"}
+
+
+def test_a_page_in_its_run(tmp_path):
+    """Its title names script and model, its links work wherever the run is, its metrics are explained."""
+    args = dict(program="sft.py", model="Qwen/Qwen2.5-0.5B")
+    path = make_run(tmp_path / "a run: #1", rows({"train/loss": 2, "timing_s/step": 13.0}), args)
+    report_script.main(Args(**parse(Args, [str(path)])))
+    page = read_page(path / "report.html")
+    assert "a run: #1: sft.py on Qwen/Qwen2.5-0.5B" in page.text and "2.2 min" in page.text
+    assert "metrics.jsonl" in page.links and any(x.endswith("docs/guides/debugging.md") for x in page.links)
+    titles = [attributes["title"] for tag, attributes in page.tags if tag == "code" and "title" in attributes]
+    assert any(title.startswith("SFT: sft_loss, before the update; trained tokens") for title in titles)
+
+
+def test_meanings_and_durations():
+    assert meaning("val-core/openai/gsm8k/acc/mean@4").startswith(
+        "GRPO, PPO, DAPO: mean of N responses; acc where"
+    )
+    assert "](" not in "".join(text for _, text in report_script.described()) and meaning("mine/metric") == ""
+    assert [duration(x) for x in (26.3, 90, 8000)] == ["26 s", "1.5 min", "2.2 h"]
 
 
 def test_only_light_modules_are_loaded():
@@ -319,6 +342,11 @@ def test_bad_input_gives_one_line_and_leaves_an_old_report(tmp_path, monkeypatch
     with pytest.raises(SystemExit, match=f"^error: .*{re.escape(message)}[^\n]*$"):
         report_script.main(Args(**parse(Args, ["--output", "report.html", *runs.split()])))
     assert (tmp_path / "report.html").read_text() == "old"
+
+
+def test_several_runs_need_a_name_for_their_page(tmp_path):
+    with pytest.raises(SystemExit, match="error: several runs in one page"):
+        report_script.main(Args(**parse(Args, [str(tmp_path / "a"), str(tmp_path / "b")])))
 
 
 def test_a_run_that_has_just_begun(tmp_path):
