@@ -400,3 +400,25 @@ def test_a_loss_with_nothing_to_do_is_no_fault():
         return grpo.policy_loss(logp_nt, old_logp_nt, adv_nt, mask_nt)
 
     assert is_zero_without_advantage(partial(grpo.actor_loss, make_args(grpo), early), 64)
+
+
+def test_the_loss_of_the_page(tmp_path):
+    """VESPO: a response's weight is w^k exp(c (1 - w)), however far w is from 1."""
+    page = (ROOT / "docs/algorithms/grpo.md").read_text()
+    code = page.partition("takes functions of your own file:\n\n```python\n")[2].partition("```")[0]
+    (tmp_path / "mine.py").write_text(code)
+    vespo = load_variant("policy_loss", f"{tmp_path}/mine.py:vespo")
+    centred = load_variant("adv_estimator", f"{tmp_path}/mine.py:centred")
+    assert centred(torch.tensor([1.0, 3.0]), None, None, ()).tolist() == [-1, 1]
+    old_nt = torch.tensor([[-1.0, -2.0, -9.0], [-1.0, -1.0, -1.0], [-500.0, -1.0, -1.0]])
+    logp_nt = torch.tensor([[-0.5, -2.1, -1.0], [-1.2, -0.9, -1.5], [-1.0, -1.0, -1.0]], requires_grad=True)
+    adv_nt = torch.tensor([[2.0], [-1.0], [1.0]]).expand(3, 3)
+    mask_nt = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 1, 1]], dtype=torch.bool)
+    loss_nt, *_ = vespo(logp_nt, old_nt, adv_nt, mask_nt)
+    (loss_nt * mask_nt).sum().backward()
+    w_n = torch.tensor([0.4, -0.6]).exp()
+    weight_n = torch.stack(
+        [w_n[0] ** 2 * (3 - 3 * w_n[0]).exp(), w_n[1] ** 3 * (2 - 2 * w_n[1]).exp(), w_n[0] * 0]
+    )
+    expected = -weight_n[:, None] * adv_nt * mask_nt
+    assert torch.allclose(logp_nt.grad, expected)
