@@ -31,7 +31,7 @@ TRL = {
     "epsilon_high": "--clip_ratio_high",
     "delta": "3, the constant DUAL_CLIP",
     "beta": "--use_kl_loss --kl_loss_coef | --kl_coef | --gkd_beta",
-    "loss_type": "--loss | --loss_agg | --policy_loss",
+    "loss_type": "--loss | --loss_agg | --policy_loss | --dft",
     "importance_sampling_level": "--policy_loss gspo, for sequence",
     "scale_rewards": "--adv_estimator dr_grpo, for none",
     "vllm_importance_sampling_correction": "--rollout_is",
