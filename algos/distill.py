@@ -2,8 +2,9 @@
 q at every token of responses that the student samples.
 
 Differences from the paper with the default flags:
-1. The divergence is the reverse KL: the sum over the vocabulary (`--kl full`), or its policy gradient on the
-   sampled tokens, with A = log q - log p (`--kl sampled`; Thinking Machines, 2025).
+1. The divergence is the reverse KL (`--gkd_beta` has the paper's others): the sum over the vocabulary
+   (`--kl full`), or its policy gradient on the sampled tokens, with A = log q - log p (`--kl sampled`;
+   Thinking Machines, 2025).
 2. Whether the student or the data answers is drawn for each prompt (`--lam`), not for a batch.
 3. The loss is the mean over all tokens of the optimizer step (`--loss_agg token-mean`), not of responses.
 
@@ -102,6 +103,8 @@ class Args:
     lam: float = 1.0  # share of the prompts that the student answers; extra_info.answer answers the others
     # full: the KL, summed over the vocabulary; sampled: its policy gradient on the sampled tokens
     kl: Literal["full", "sampled"] = "full"
+    # with --kl full: 1: KL(student, teacher); 0: KL(teacher, student); between: generalised Jensen-Shannon
+    gkd_beta: float = 1.0
     # average of token losses; seq-mean-token-sum-norm: Dr. GRPO
     loss_agg: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
@@ -172,9 +175,10 @@ DUAL_CLIP = 3.0  # bound of the ratio where the advantage is negative
 KL_CHUNK = 256  # positions whose whole distributions exist at the same time
 
 
-def reverse_kl(student, teacher, target):
+def reverse_kl(student, teacher, target, beta=1.0):
     """target [L] -> log-prob [L] of the targets by the student p, and KL(p || q) [L], in float32.
 
+    beta below 1: beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; beta 0: KL(q || p).
     student, teacher: hidden [L, H], weight [V, H], temperature and softcap of each; their H may differ.
     p = 1/2 1/4 1/4, q = 1/4 1/4 1/2 -> KL = 1/2 log 2 - 1/4 log 2. Where q is not finite the KL is NaN, and
     has no gradient.
@@ -182,11 +186,22 @@ def reverse_kl(student, teacher, target):
     logp_lv = log_distribution(*student)
     logq_lv = log_distribution(*teacher)
     missing_lv = ~logq_lv.isfinite()
-    # d KL = sum dp (log p - log q), as sum p dlog p = 0: so equal models have a gradient of 0
-    diff_lv = (logp_lv - logq_lv).detach().masked_fill(missing_lv, 0.0)  # eq: distill.gradient
-    kl = (logp_lv.exp() * diff_lv).sum(-1)  # eq: distill.full
+    logq_lv = logq_lv.masked_fill(missing_lv, 0.0)
+    if beta == 0:
+        kl = kl_of(logq_lv, logp_lv)  # eq: distill.forward
+    elif beta < 1:
+        logm_lv = torch.logaddexp(logq_lv + math.log(beta), logp_lv + math.log(1 - beta))
+        kl = beta * kl_of(logq_lv, logm_lv) + (1 - beta) * kl_of(logp_lv, logm_lv)  # eq: distill.js
+    else:
+        # d KL = sum dp (log p - log q), as sum p dlog p = 0: so equal models have a gradient of 0
+        diff_lv = (logp_lv - logq_lv).detach()  # eq: distill.gradient
+        kl = (logp_lv.exp() * diff_lv).sum(-1)  # eq: distill.full
     kl = kl.masked_fill(missing_lv.any(-1), math.nan)
     return logp_lv.detach().gather(-1, target[:, None])[:, 0], kl
+
+
+def kl_of(logp_lv, logq_lv):
+    return (logp_lv.exp() * (logp_lv - logq_lv)).sum(-1)
 
 
 def log_distribution(hidden, weight, temperature, softcap):
@@ -359,12 +374,12 @@ def follow(teacher, policy, rate):
         q.mul_(1 - rate).add_(p, alpha=rate)  # eq: distill.average
 
 
-def logps_and_kl(policy, teacher, rows, temperature):
+def logps_and_kl(policy, teacher, rows, temperature, beta):
     """As `token_logps`, with the KL in place of the entropy; the teacher may read other prompts."""
     with torch.no_grad():
         (hidden, weight), _ = run_rows(teacher, [row | row.get("teacher", {}) for row in rows])
     theirs = hidden, weight, temperature / teacher.scale, teacher.softcap
-    return token_logps(policy, rows, temperature, teacher=theirs)
+    return token_logps(policy, rows, temperature, teacher=theirs, beta=beta)
 
 
 def update_actor(policy, teacher, optimizer, mini_batches, args):
@@ -374,7 +389,7 @@ def update_actor(policy, teacher, optimizer, mini_batches, args):
     for sequences, totals in mini_batches:
         for rows in micro_batches(policy, sequences, args.max_tokens_per_microbatch):
             if args.kl == "full":
-                logp_nt, other_nt = logps_and_kl(policy, teacher, rows, args.temperature)
+                logp_nt, other_nt = logps_and_kl(policy, teacher, rows, args.temperature, args.gkd_beta)
             else:
                 logp_nt, other_nt = token_logps(policy, rows, args.temperature)
             batch = collate(rows, logp_nt.device)
@@ -539,7 +554,7 @@ class Teacher(TokenLogps):
 class Student(TokenLogps):
     """The policy with --kl full: its forward returns log-probs and, in place of the entropy, the KL."""
 
-    def forward(self, where, target, temperature, teacher=None, **inputs):
+    def forward(self, where, target, temperature, teacher=None, beta=1.0, **inputs):
         """teacher: its hidden states at these positions, weight, temperature and softcap; None: no KL."""
         if teacher is None:
             return super().forward(where, target, temperature, **inputs)
@@ -551,7 +566,8 @@ class Student(TokenLogps):
         for h, h_q, t in zip(*[x.split(KL_CHUNK) for x in (hidden, teacher_hidden, target)]):
             ours = h, weight, temperature / self.scale, self.softcap
             # logits exist for one chunk at a time; the backward pass computes them again
-            chunks.append(checkpoint(reverse_kl, ours, (h_q, *teacher_head), t, use_reentrant=False))
+            theirs = h_q, *teacher_head
+            chunks.append(checkpoint(reverse_kl, ours, theirs, t, beta, use_reentrant=False))
         return [torch.cat(column) for column in zip(*chunks)]
 
 

@@ -100,8 +100,8 @@ class Args:
     ) = None
     use_kl_loss: bool = False  # add the KL divergence from the initial model to the loss
     kl_loss_coef: float = 0.001  # with --use_kl_loss: weight of the KL loss
-    # with --use_kl_loss: KL estimator; +: gradient of k2
-    kl_kind: Literal["k1+", "abs", "k2", "k3", "k3+"] = "k3"
+    # with --use_kl_loss: KL estimator; +: with the gradient of the KL
+    kl_kind: Literal["k1+", "abs", "k2", "k3", "k3+"] = "k3+"
     entropy_coeff: float = 0.0  # weight of the entropy bonus
     rollout_is: Literal["token", "sequence"] | None = "token"  # importance weights, trainer / sampler
     rollout_is_threshold: float = 2.0  # with --rollout_is: upper bound of the weights
@@ -281,8 +281,11 @@ def actor_loss(args, token_loss, logp_nt, entropy_nt, batch):
     if args.entropy_coeff:  # else the entropy has no backward pass
         loss_nt = loss_nt - args.entropy_coeff * entropy_nt
     if args.use_kl_loss:
-        losses["kl_loss"] = kl_estimate(logp_nt, batch["ref_logp_nt"], args.kl_kind)
-        loss_nt = loss_nt + args.kl_loss_coef * losses["kl_loss"]
+        kl_nt = kl_estimate(logp_nt, batch["ref_logp_nt"], args.kl_kind)
+        if args.kl_kind.endswith("+"):  # the old policy gave the samples (DeepSeek-V3.2, 2512.02556, 3.1)
+            kl_nt = kl_nt * (logp_nt.detach() - old_nt).clamp(-20, 20).exp()  # eq: grpo.kl_ratio
+        losses["kl_loss"] = kl_nt
+        loss_nt = loss_nt + args.kl_loss_coef * kl_nt
     means = dict(entropy=entropy_nt, ppo_kl=old_nt - logp_nt, rollout_rs_masked=weight_nt == 0)
     means |= dict(pg_clipfrac=clipped_nt, pg_clipfrac_lower=lower_nt)
     return loss_nt, losses, means

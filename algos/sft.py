@@ -90,6 +90,7 @@ class Args:
     decay_steps: int = 0
     weight_decay: float = 0.01  # decoupled weight decay of AdamW
     grad_clip: float = 1.0  # largest gradient norm
+    dft: bool = False  # weigh the loss of a token by its probability (DFT, 2508.05629)
 
     def __post_init__(self):  # torch is imported by then: below, after the command line has been read
         self.compute_dtype = self.compute_dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
@@ -135,11 +136,14 @@ from system.sequence import Slices, ring, sequence_group, ulysses
 
 
 # ---- The mathematics -------------------------------------------------------------------
-def sft_loss(logp_nt, trained_nt, tokens):
+def sft_loss(logp_nt, trained_nt, tokens, dft=False):
     """-sum(log p) of the trained tokens over `tokens`, those of the whole optimizer step.
 
     Log-probs -1 -2 -9 of a row whose last token is a tool's, -3 0 0 (padding), 3 tokens -> 2.
+    dft: each token times its probability, which has no gradient (DFT, 2508.05629).
     """
+    if dft:
+        logp_nt = logp_nt.detach().exp() * logp_nt  # eq: sft.dft
     return -(logp_nt * trained_nt).sum() / tokens  # eq: sft.loss
 
 
@@ -189,7 +193,7 @@ def update(policy, optimizer, rows, args, step=1, total_steps=1):
     for batch in micro_batches(policy, rows, args):
         [logp_nt] = token_logps(policy, batch)
         trained_nt = send(pad([row["trained"] for row in batch]), logp_nt.device)
-        part = sft_loss(logp_nt, trained_nt, tokens)
+        part = sft_loss(logp_nt, trained_nt, tokens, args.dft)
         # FSDP averages gradients over the ranks, but the tokens already count all ranks
         (part * dist.get_world_size()).backward()
         loss += part.detach()

@@ -63,7 +63,7 @@ FLAGS = {
     " desirable_weight undesirable_weight center_rewards_coef follow",
     Known(POSITIVE): "grad_clip cliprange_value lam_alpha lora_alpha beta kl_target rollout_is_threshold",
     Known(PART): "top_p",
-    Known(SHARE): "gamma lam critic_lam uncertainty_bonus teacher_update_rate echo_coef",
+    Known(SHARE): "gamma lam gkd_beta critic_lam uncertainty_bonus teacher_update_rate echo_coef",
     Known((0, 0.5 - 1e-9, "at least 0 and below 0.5")): "label_smoothing",
 }
 KNOWN = {flag: known for known, flags in FLAGS.items() for flag in flags.split()}

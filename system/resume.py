@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from system.arguments import KNOWN, MODELS, fail
+from system.arguments import KNOWN, MODELS, fail, unread
 from system.files import digest_of_file, digests_of_model, hold
 
 MAY_CHANGE = {flag for flag, known in KNOWN.items() if known.resume == "may change"}  # when a run resumes
@@ -121,9 +121,11 @@ def differences(checkpoint, args, may):
     content_now = content(args)
     flags_now = json.loads(json.dumps(asdict(args)))
     defaults = {field.name: field.default for field in fields(args)}
+    idle = unread(vars(args), type(args))
     found = []
     for flag in sorted(flags_now | flags_before):
-        if flag in may:
+        by_default = flag in defaults and getattr(args, flag) == defaults[flag]
+        if flag in may or (flag in idle and by_default):  # a flag that is not read may have another default
             continue
         value = flags_now.get(flag)
         before = value

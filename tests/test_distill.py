@@ -29,10 +29,10 @@ WEIGHED = dict(rollout_is="token", rollout_is_threshold=2.0, rollout_rs=None)
 SAMPLED = SimpleNamespace(kl="sampled", clip_ratio_low=0.2, clip_ratio_high=0.2, **WEIGHED)
 
 
-def divergence(hidden, weight, limits=(1.0, None), theirs=None, target=None):
+def divergence(hidden, weight, limits=(1.0, None), theirs=None, target=None, beta=1.0):
     target = torch.zeros(len(hidden), dtype=torch.long) if target is None else target
     hidden_q, weight_q, limits_q = theirs
-    return distill.reverse_kl((hidden, weight, *limits), (hidden_q, weight_q, *limits_q), target)
+    return distill.reverse_kl((hidden, weight, *limits), (hidden_q, weight_q, *limits_q), target, beta)
 
 
 def test_sampled_by_hand():
@@ -85,10 +85,24 @@ def test_a_token_that_the_teacher_gave_no_number_is_not_trained(missing):
     assert kl.isnan().all()
 
 
+def gkd_of_trl(logp_lv, logq_lv, beta):
+    """As TRL's `generalized_jsd_loss` writes it, by the divergences of torch."""
+
+    def kl_div(q_lv, p_lv):  # KL(p || q)
+        return torch.nn.functional.kl_div(q_lv, p_lv, reduction="none", log_target=True).sum(-1)
+
+    if beta in (0, 1):
+        return kl_div(logp_lv, logq_lv) if beta == 0 else kl_div(logq_lv, logp_lv)
+    parts = torch.stack([logp_lv + math.log(1 - beta), logq_lv + math.log(beta)])
+    mixture_lv = torch.logsumexp(parts, dim=0)
+    return beta * kl_div(mixture_lv, logq_lv) + (1 - beta) * kl_div(mixture_lv, logp_lv)
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.1, 0.5, 1.0))
 @pytest.mark.parametrize("softcap", (None, 0.5))
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_full_equals_plain_autograd(dtype, temperature, softcap):
+def test_full_equals_plain_autograd(dtype, temperature, softcap, beta):
     """The student's logits may be bounded where the teacher's are not, and its width is its own."""
     torch.manual_seed(0)
     ours = [torch.randn(n, 4, dtype=dtype, requires_grad=True) for n in (5, 7)]
@@ -97,13 +111,33 @@ def test_full_equals_plain_autograd(dtype, temperature, softcap):
     logits = [x.float() @ w.float().t() for x, w in (ours, theirs)]
     logits[0] = softcap * torch.tanh(logits[0] / softcap) if softcap else logits[0]
     logp_lv, logq_lv = ((x / temperature).log_softmax(-1) for x in logits)
-    plain = (logp_lv.exp() * (logp_lv - logq_lv)).sum(-1)
-    logp, kl = divergence(*ours, (temperature, softcap), (*theirs, (temperature, None)), target)
+    plain = gkd_of_trl(logp_lv, logq_lv, beta)
+    logp, kl = divergence(*ours, (temperature, softcap), (*theirs, (temperature, None)), target, beta)
     near = dict(rtol=1e-4, atol=1e-6) if dtype is torch.float32 else dict(rtol=0.05, atol=0.05)
     torch.testing.assert_close(logp, logp_lv[torch.arange(5), target], **near)
     torch.testing.assert_close(kl, plain, **near)
     found = [torch.autograd.grad((x * share).sum(), ours) for x in (kl, plain)]
     torch.testing.assert_close(*found, **near)
+
+
+def test_between_by_hand():
+    """p = 1/4 3/4, q = 1/2 1/2: m is 3/8 5/8 for beta 1/2, and 1/4 q + 3/4 p for 1/4."""
+    p, q = torch.tensor([[0.25, 0.75]]), torch.tensor([[0.5, 0.5]])
+    for beta, expected in ((0.0, 0.1438), (0.25, 0.02605), (0.5, 0.0338), (1.0, 0.1308)):
+        _, kl = divergence(p.log(), torch.eye(2), theirs=(q.log(), torch.eye(2), (1.0, None)), beta=beta)
+        assert kl.item() == pytest.approx(expected, abs=1e-4), beta
+        same = divergence(p.log(), torch.eye(2), theirs=(p.log(), torch.eye(2), (1.0, None)), beta=beta)
+        assert same[1].item() == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.5, 1.0))
+def test_distributions_without_common_words_are_finite(beta):
+    """A word that one model rules out by 200 nats: the value is bounded or large, the gradient finite."""
+    ours = torch.tensor([[0.0, -200.0]], requires_grad=True)
+    theirs = torch.tensor([[-200.0, 0]]), torch.eye(2), (1.0, None)
+    _, kl = divergence(ours, torch.eye(2), theirs=theirs, beta=beta)
+    [grad] = torch.autograd.grad(kl.sum(), [ours])
+    assert kl.item() == pytest.approx({0.5: math.log(2)}.get(beta, 200)) and grad.isfinite().all()
 
 
 def test_logits_exist_for_one_chunk_at_a_time(monkeypatch):

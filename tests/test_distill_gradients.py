@@ -20,7 +20,8 @@ def test_update_equals_plain_loss(gradients, ranks):
     found = {key: x for key, x in gradients[ranks].items() if "naive" not in key}
     cuts = {("full", *way) for way in EVERY}
     cuts |= {("sampled", *way) for way in EVERY} if ranks != "2 hsdp" else set()
-    modes = ("lora",) if ranks == "2 hsdp" else ("lora", "window", "shown", "shown sampled", "sources")
+    more = "window", "shown", "shown sampled", "sources", "forward", "js"
+    modes = ("lora",) if ranks == "2 hsdp" else ("lora", *more)
     assert found.keys() == cuts | {(mode, *way) for mode in modes for way in WAYS | {(100_000, "padded")}}
     for (mode, *cut), (grads, kl) in found.items():
         assert distance(grads, gradients["1"][mode, "naive"]) < 1e-5, (mode, cut)

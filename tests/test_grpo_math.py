@@ -113,9 +113,11 @@ def test_a_policy_far_from_the_old_one_has_a_finite_loss_and_gradient(name):
 @pytest.mark.parametrize(
     ("script", "flags", "more"),
     (
-        (grpo, dict(use_kl_loss=True, kl_loss_coef=0.1), 0.1 * math.exp(-1)),  # k3 of 1: e^-1 + 1 - 1
-        (dapo, {}, 0.1 * 2),  # no bonus
-        (ppo, dict(positive_nll_coef=0.5), 0.5 * 3 * 4),
+        # k3 of 1 is e^-1 + 1 - 1; that of k3+ is times the ratio
+        (grpo, dict(use_kl_loss=True, kl_loss_coef=0.1), [0.1 * math.exp(-1) * r for r in (0.5, 2, 0.5)]),
+        (grpo, dict(use_kl_loss=True, kl_loss_coef=0.1, kl_kind="k3"), [0.1 * math.exp(-1)] * 3),
+        (dapo, {}, [0.1 * 2] * 3),  # no bonus
+        (ppo, dict(positive_nll_coef=0.5), [0.5 * 3 * 4] * 3),
     ),
 )
 def test_the_whole_loss_of_a_token(script, flags, more):
@@ -141,7 +143,7 @@ def test_the_whole_loss_of_a_token(script, flags, more):
     assert reported[-1]["pg_clipfrac"][0].tolist() == [False, True, True]
     assert not reported[-1]["pg_clipfrac_lower"].any()
     assert reported[0]["pg_loss"][0].tolist() == pytest.approx(expected)
-    assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + more for x in expected], abs=1e-5)
+    assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + y for x, y in zip(expected, more)], abs=1e-5)
 
 
 @each(agent, dapo, ppo)
@@ -311,6 +313,45 @@ def test_gradients_of_the_kl(kind, near, far, mean, deviation):
     value = grpo.kl_estimate(p.log(), q.log(), kind)
     assert (p * value).sum().item() == pytest.approx(mean, abs=0.005)
     assert (p * value**2).sum().item() - mean**2 == pytest.approx(deviation**2, abs=0.02)
+
+
+@each(grpo, agent)
+@pytest.mark.parametrize(
+    ("kind", "on", "off"),  # how far the gradient is off, for samples of the policy and of another one
+    (("k1+", 0, 0), ("k3+", 0, 0), ("k2", 0, 0.75), ("k3", 0.49, 1.83), ("abs", 0.59, 0.72)),
+)
+def test_the_gradient_of_the_kl_of_samples_of_the_old_policy(script, kind, on, off):
+    """Of the whole loss without an advantage, in expectation over what the old policy samples."""
+    p, ref = f64(0.42, 0.28, 0.19, 0.11), f64(0.05, 0.15, 0.3, 0.5)
+    args = make_args(script, use_kl_loss=True, kl_loss_coef=1.0, kl_kind=kind)
+    args, token_loss = load_loss(args, clip=script.policy_loss)
+    logits = p.log().requires_grad_()
+    logp = logits.log_softmax(-1)
+    [exact] = torch.autograd.grad((logp.exp() * (logp - ref.log())).sum(), [logits], retain_graph=True)
+    for old, expected in ((p, on), (f64(0.1, 0.2, 0.3, 0.4), off)):
+        batch = dict(mask_nt=torch.ones(1, 4), adv_nt=torch.zeros(1, 4), old_logp_nt=old.log())
+        batch |= dict(rollout_logp_nt=old.log(), ref_logp_nt=ref.log())
+        loss_nt, losses, _ = script.actor_loss(args, token_loss, logp, 0 * logp, batch)
+        [found] = torch.autograd.grad((old * loss_nt).sum(), [logits], retain_graph=True)
+        assert ((found - exact).norm() / exact.norm()).item() == pytest.approx(expected, abs=0.005)
+        if kind.endswith("+"):  # the value too is that of the policy's KL
+            assert (old * losses["kl_loss"]).sum().item() == pytest.approx(0.82, abs=0.005)
+
+
+def test_the_gradient_is_that_of_trl():
+    """TRL multiplies k3 by the ratio, and derives both."""
+    logp_nt = f64([-1, -2, -0.5]).requires_grad_()
+    old_nt, ref_nt = f64([-1.5, -1, -0.5]), f64([-0.5, -2.5, -1])
+    k3 = (ref_nt - logp_nt).exp() - (ref_nt - logp_nt) - 1
+    [expected] = torch.autograd.grad(((logp_nt - old_nt).exp() * k3).sum(), [logp_nt])
+    args = make_args(grpo, use_kl_loss=True, kl_loss_coef=1.0)
+    args, token_loss = load_loss(args, clip=grpo.policy_loss)
+    batch = dict(mask_nt=torch.ones(1, 3), adv_nt=torch.zeros(1, 3), old_logp_nt=old_nt)
+    batch |= dict(rollout_logp_nt=old_nt, ref_logp_nt=ref_nt)
+    loss_nt, losses, _ = grpo.actor_loss(args, token_loss, logp_nt, 0 * logp_nt, batch)
+    [found] = torch.autograd.grad(loss_nt.sum(), [logp_nt])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(losses["kl_loss"], (logp_nt - old_nt).exp() * k3)
 
 
 # the baseline of REINFORCE++ subtracts the mean of the batch, too

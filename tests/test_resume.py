@@ -208,8 +208,12 @@ def test_flags_of_one_side_count(begun, tmp_path):
     saved = json.loads(file.read_text())
     file.write_text(json.dumps({key: value for key, value in saved.items() if key != "kl_kind"}))
     assert resume.open_run(begun)
-    with pytest.raises(SystemExit, match="--kl_kind k3 there, k1 now"):
+    with pytest.raises(SystemExit, match=r"--kl_kind k3\+ there, k1 now"):
         resume.open_run(replace(begun, kl_kind="k1"))
+    file.write_text(json.dumps(saved | dict(kl_kind="k3")))  # another default, of a flag that was not read
+    assert resume.open_run(begun)
+    with pytest.raises(SystemExit, match=r"--kl_kind k3 there, k3\+ now; --use_kl_loss"):
+        resume.open_run(replace(begun, use_kl_loss=True))
     file.write_text(json.dumps({key: value for key, value in saved.items() if key != "chat_template_kwargs"}))
     assert resume.open_run(begun)
     file.write_text(json.dumps(saved | dict(gone=2)))

@@ -52,6 +52,18 @@ def loss_of(lm, rows):
     return sft.sft_loss(logp_nt, 1, trained_tokens(rows)).item()
 
 
+def test_the_loss_by_hand():
+    """The last token of the first row is a tool's; of DFT each token weighs as much as its probability."""
+    logp_nt = torch.tensor([[-1.0, -2, -9], [-3, 0, 0]], requires_grad=True)
+    trained_nt = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    assert sft.sft_loss(logp_nt, trained_nt, 3).item() == pytest.approx(2)
+    loss = sft.sft_loss(logp_nt, trained_nt, 3, dft=True)
+    p1, p2, p3 = (math.exp(-x) for x in (1, 2, 3))
+    assert loss.item() == pytest.approx((p1 + 2 * p2 + 3 * p3) / 3)
+    loss.backward()
+    assert logp_nt.grad.flatten().tolist() == pytest.approx([-p1 / 3, -p2 / 3, 0, -p3 / 3, 0, 0])
+
+
 class Spy(torch.nn.Module):
     """Stands for the model, and keeps what it was asked for."""
 

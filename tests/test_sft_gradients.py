@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import ROOT, run
-from workers.shared import norm
+from workers.shared import distance, norm
 
 WORKER = ROOT / "tests/workers/sft_gradients.py"
 
@@ -21,6 +21,8 @@ def check(results, reference):
     kept, number = results.pop("kept")
     [[expected], _] = reference["kept"]
     assert kept == [expected] * len(kept) and number == sum(map(sum, expected)) == 56 + 3
+    for key in [key for key in results if key[0] == "dft"]:
+        assert distance(results.pop(key), reference["dft", "naive"]) < 1e-5, key
     for (name, *layout), (losses, grads) in results.items():
         loss, expected = reference[name, "naive"]
         assert len(grads) == len(expected) > 0
@@ -35,7 +37,7 @@ def check(results, reference):
 
 def test_one_rank(reference):
     results = {key: value for key, value in reference.items() if "naive" not in key}
-    assert len(results) == 3 * (2 * 2 + 1) + 1
+    assert len(results) == 3 * (2 * 2 + 1) + 2 * 2 + 1
     check(results, reference)
 
 
@@ -47,5 +49,5 @@ def test_more_ranks(reference, tiny, tmp_path, ranks, sp_size, kinds):
     """sp_size 2: the model has one key/value head, which both ranks need; 3: and two heads."""
     run(WORKER, tiny, tmp_path / "more.pt", sp_size, *kinds, ranks=ranks)
     results = torch.load(tmp_path / "more.pt")
-    assert len(results) == 1 + ((2 * len(kinds) + 1) * 3 if kinds else 3 * 5)
+    assert len(results) == 1 + ((2 * len(kinds) + 1) * 3 + 2 * len(kinds) if kinds else 3 * 5 + 4)
     check(results, reference)

@@ -28,6 +28,15 @@ def rows_of(args):
     return rows
 
 
+def divergence(logp, logq, beta):
+    """Beta of 1 KL(p || q), 0 KL(q || p), between them of both to their mixture."""
+    if beta == 0:
+        return (logq.exp() * (logq - logp)).sum()
+    logm = logq if beta == 1 else ((1 - beta) * logp.exp() + beta * logq.exp()).log()
+    to_mixture = (logq.exp() * (logq - logm)).sum(), (logp.exp() * (logp - logm)).sum()
+    return to_mixture[1] if beta == 1 else beta * to_mixture[0] + (1 - beta) * to_mixture[1]
+
+
 def naive(student, teachers, args):
     """The loss of each row alone, written out with plain logits."""
     rows = rows_of(args)
@@ -38,7 +47,7 @@ def naive(student, teachers, args):
         logp = plain_logps(student, row["prompt_ids"], row["response_ids"], args.temperature)
         logq = plain_logps(teacher, shown["prompt_ids"], row["response_ids"], args.temperature)
         if args.kl == "full":
-            loss = loss + (logp.exp() * (logp - logq)).sum()
+            loss = loss + divergence(logp, logq, args.gkd_beta)
             continue
         logp, logq = (x[range(row["length"]), row["response_ids"]] for x in (logp, logq))
         adv = (logq - logp).detach()
@@ -82,7 +91,7 @@ def main(model, out, hsdp_replicas):
     modes = dict(
         full=dict(), sampled=dict(kl="sampled"), lora=dict(lora_rank=4), window=dict(teacher=(window,))
     )
-    modes |= dict(shown=dict(teacher_prompt=("x",)))
+    modes |= dict(shown=dict(teacher_prompt=("x",)), forward=dict(gkd_beta=0.0), js=dict(gkd_beta=0.3))
     modes["shown sampled"] = modes["shown"] | modes["sampled"]
     modes["sources"] = dict(kl="sampled", teacher=(wide, model), teacher_sources=("odd", "even"))
     if hsdp_replicas != "1":  # replicas change what is summed over the ranks, not what is summed

@@ -38,7 +38,7 @@ LOSSES["gspo"] |= dict(rollout_is="sequence", rollout_rs="geometric", rollout_rs
 LOSSES["cispo"] |= dict(rollout_is=None, rollout_rs="token", rollout_rs_threshold=(1.25,))
 LOSSES["sapo"] |= dict(rollout_rs="sequence", rollout_rs_threshold=(0.95, 1.3))
 LOSSES["dppo"] |= dict(rollout_rs="off_policy", rollout_rs_threshold=(0.02,))
-LOSSES["sapo"]["kl_kind"] = "k3+"
+LOSSES["sapo"]["kl_kind"] = "k3"
 if sys.argv[1] == "dapo":  # the paper's loss alone, with the corrections of the others
     LOSSES = {name: {k: x for k, x in flags.items() if "rollout" in k} for name, flags in LOSSES.items()}
 if sys.argv[1] == "agent":
@@ -133,7 +133,7 @@ def naive(policy, args):
         gap, ref = ahead(len(own), corrected)[own], rollout - 0.1
         old = rollout + gap
         ratio = (logp - old).exp()
-        kl = (ref - logp).exp() - (ref - logp) - 1
+        kl = ratio.detach() * (logp - ref) ** 2 / 2  # k3+ has k2's gradient
         if kind == "clip":
             pg = clipped_loss(ratio, adv, 0.8, 1.3)
         elif kind == "gspo":  # as the paper writes it, a loss of the response
@@ -148,7 +148,7 @@ def naive(policy, args):
         elif kind == "sapo":
             tau = 1.0 if adv > 0 else 1.05
             pg = -adv * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-            kl = (logp - ref) ** 2 / 2  # k3+ has k2's gradient
+            kl = (ref - logp).exp() - (ref - logp) - 1
         pg = pg * correction(args, gap, adv, (rollout - logp.detach()).mean())
         weight = {
             "token-mean": 1 / sum(lengths),

@@ -39,13 +39,14 @@ def make_rows():
     return rows
 
 
-def naive(lm):
+def naive(lm, dft=False):
     """Each row alone, with plain logits; AdaLoRA's penalty written out."""
     loss, tokens = 0.0, sum(sum(row["trained"]) for row in make_rows())
     for row in make_rows():
         logp = plain_logps(lm, row["prompt_ids"], row["response_ids"])
         for t, (token, counts) in enumerate(zip(row["response_ids"], row["trained"], strict=True)):
-            loss = loss - counts * logp[t, token] / tokens
+            weight = counts * logp[t, token].exp().item() if dft else counts
+            loss = loss - weight * logp[t, token] / tokens
     gaps = []
     for layer in [layer for layer in lm.modules() if hasattr(layer, "lora_E")]:
         a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -166,6 +167,9 @@ def main(model, out, sp_size, *kinds):
                 found = sft.update(policy, optimizer, make_rows(), args)
                 loss = sft.evaluate(policy, make_rows(), args)["val/loss"]
                 results[name, slices, packing, budget] = [found["train/loss"], loss], optimizer.grads
+                if name == "full":
+                    sft.update(policy, optimizer, make_rows(), replace(args, dft=True))
+                    results["dft", slices, packing, budget] = optimizer.grads
         args = replace(args, grad_clip=1e-3)
         found = sft.update(policy, optimizer, make_rows(), args, step=3, total_steps=10)
         results[name, slices, "clipped"] = found["train/grad_norm"], optimizer.grads
@@ -181,6 +185,9 @@ def main(model, out, sp_size, *kinds):
             sft.adapters_of(args)(lm)
             fill_adapters(lm)
             results[name, "naive"] = naive(lm)
+            if name == "full":
+                lm.zero_grad()
+                results["dft", "naive"] = naive(lm, dft=True)[1]
     save(results, out)
 
 
