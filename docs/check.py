@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 RESULTS = sorted(ROOT.glob("docs/results/*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/README.md"]
 PAGES += [page for page in sorted(ROOT.glob("docs/**/*.md")) if page not in RESULTS]
 ALL = PAGES + RESULTS
 NAMES = {page: page.relative_to(ROOT).as_posix() for page in ALL}
