@@ -20,8 +20,7 @@ OPTIONS = {  # pages with a table of options
 PAGE = ROOT / "docs/reference/flags.md"
 HEAD = """# Flags
 
-Every flag of the scripts in `algos/`, and those that data sets share. Each meaning of a flag has a row.
-The other flags of a data script are in its `--help`.
+Every flag of every script, from its `Args`, with its whole help. Each meaning of a flag has a row.
 Names in brackets after a help are all that the flag takes.
 A name without dashes is given without a flag: `report.py RUNS`.
 
@@ -36,6 +35,12 @@ Names of several scripts:
 
 | Name | Scripts |
 |---|---|
+"""
+OF_DATA = """
+## Flags of one data script
+
+`python data_prep/SCRIPT.py --help` says what they mean. A data set also has the flags of "data sets" above.
+
 """
 TRAINERS = "sft rm dpo grpo_nano grpo dapo ppo agent distill".split()
 TOOLS = "generate eval report export quantize".split()
@@ -185,11 +190,25 @@ def table():
     return "\n".join(lines) + "\n"
 
 
+def table_of_data():
+    """A row for each script that makes data or models: its own flags, defaults and choices."""
+    found = {}
+    for script, name, default, said, annotation in all_flags():
+        if script != "data_prep/prepare" and of_one_script(script, name, default, said):
+            more = [f"`{x}`" for x in choices_of(annotation) if x != default]
+            flag = with_default(name, default) + (f" ({', '.join(more)})" if more else "")
+            found.setdefault(script.removeprefix("data_prep/"), []).append(flag)
+    lines = ["| Script | Flags with their defaults, and other choices |", "|---|---|"]
+    lines += [f"| {script} | {', '.join(found[script])} |" for script in sorted(found)]
+    return "\n".join(lines) + "\n"
+
+
 def page():
     names = [
         f"| {word} | {', '.join(x.removeprefix('data_prep/') for x in x)} |" for word, x in sets().items()
     ]
-    return HEAD + "\n".join(names) + "\n\n## All flags\n\n" + table()
+    text = HEAD + "\n".join(names) + "\n\n## All flags\n\n" + table()
+    return text + OF_DATA + table_of_data()
 
 
 def with_options(text, names):
