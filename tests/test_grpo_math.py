@@ -446,7 +446,7 @@ def test_a_loss_with_nothing_to_do_is_no_fault():
 def test_the_loss_of_the_page(tmp_path):
     """VESPO: a response's weight is w^k exp(c (1 - w)), however far w is from 1."""
     page = (ROOT / "docs/algorithms/grpo.md").read_text()
-    code = page.partition("takes functions of your own file:\n\n```python\n")[2].partition("```")[0]
+    code = page.partition("takes functions of your file:\n\n```python\n")[2].partition("```")[0]
     (tmp_path / "mine.py").write_text(code)
     vespo = load_variant("policy_loss", f"{tmp_path}/mine.py:vespo")
     centred = load_variant("adv_estimator", f"{tmp_path}/mine.py:centred")
