@@ -54,8 +54,8 @@ class Args:
     rollout_dump: bool = False  # write responses of training and validation to output_dir/rollouts
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
-    train_files: tuple[str, ...]  # parquet files of training prompts
-    val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
+    train_files: tuple[str, ...]  # files of training prompts
+    val_files: tuple[str, ...] = ()  # files of validation prompts; none: no validation
     max_prompt_length: int = 512  # tokens of a prompt; longer prompts are dropped and counted
     # ---- model
     model: str  # Hugging Face directory or hub name of the model to train

@@ -49,8 +49,8 @@ class Args:
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
-    train_files: tuple[str, ...]  # parquet files of training pairs; kto: or of responses with a label
-    val_files: tuple[str, ...] = ()  # parquet files of validation pairs; none: no validation
+    train_files: tuple[str, ...]  # files of training pairs; kto: or of responses with a label
+    val_files: tuple[str, ...] = ()  # files of validation pairs; none: no validation
     prompt_key: str = "prompt"  # column of the prompt: chat messages, or a string (one user message)
     # without --loss kto: column of the chosen response: messages, or a string (the assistant's)
     chosen_key: str = "chosen"

@@ -44,8 +44,8 @@ class Args:
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
-    train_files: tuple[str, ...]  # parquet files of training prompts
-    val_files: tuple[str, ...] = ()  # parquet files of validation prompts; none: no validation
+    train_files: tuple[str, ...]  # files of training prompts
+    val_files: tuple[str, ...] = ()  # files of validation prompts; none: no validation
     max_prompt_length: int = 512  # tokens of a prompt; longer prompts are dropped and counted
     reward_fn: tuple[str, ...] = ("rewards",)  # FILE.py:NAME; rewards: by each row's data_source
     # ---- model

@@ -45,8 +45,8 @@ class Args:
     keep_checkpoints: int = 2  # number of newest checkpoints to keep; 0: all
     tracker: Literal["none", "tensorboard", "wandb"] = "none"  # tracker that also gets the metrics
     # ---- data
-    train_files: tuple[str, ...]  # parquet files of training rows
-    val_files: tuple[str, ...] = ()  # parquet files of validation rows; none: no validation
+    train_files: tuple[str, ...]  # files of training rows
+    val_files: tuple[str, ...] = ()  # files of validation rows; none: no validation
     # without --messages_key or --text_key: column of the prompt: chat messages, or a string (one user
     # message)
     prompt_key: str = "prompt"
