@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -34,24 +36,20 @@ def golden(name):
     return [json.loads(line) for line in (ROOT / f"tests/golden/{name}.jsonl").open()]
 
 
-# what programs import, without this repository's own modules
-LIBRARIES = """
-    hypothesis peft psutil pyarrow.parquet tqdm transformers tyro vllm vllm.v1.engine.llm_engine
-    torch.distributed.checkpoint.state_dict torch.distributed.fsdp torch.distributed.run
-    transformers.models.auto.modeling_auto vllm.v1.worker.cpu_worker
-""".split()
-
-
 @functools.cache
 def python():
     """The words that run a program with the libraries loaded, see forked.py."""
-    socket = Path(tempfile.mkdtemp(prefix="forked_")) / "socket"
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # its processes share a server
+    place = Path(tempfile.gettempdir()) / f"forked_{run or uuid.uuid4().hex}"
+    suite, socket = os.getppid() if run else os.getpid(), place / "socket"
     loaded = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", TORCHDYNAMO_DISABLE="1")
     env = os.environ | loaded | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    command = [sys.executable, ROOT / "tests/forked.py", "serve", socket, *LIBRARIES]
-    server = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+    command = [sys.executable, ROOT / "tests/forked.py", "serve", str(suite), socket, "loaded"]
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+        subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
     while not socket.exists():
-        assert server.poll() is None, "tests/forked.py: the server has ended"
+        assert place.exists(), "tests/forked.py: the server has ended"
         time.sleep(0.1)
     return [sys.executable, "-I", "-S", str(ROOT / "tests/forked.py"), "run", str(socket)]
 

@@ -1,19 +1,14 @@
 """grpo_nano.py from end to end: the numbers of grpo.py, on two ranks, and as a killed copy elsewhere."""
 
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, changed, flags_of, load_weights, metrics, run
+from conftest import ROOT, changed, flags_of, killed_at_a_checkpoint, load_weights, metrics, run
 
 from algos import grpo_nano
 
@@ -59,14 +54,11 @@ def test_it_is_grpo(straight, tiny, arithmetic, tmp_path):
 def test_a_killed_copy_elsewhere_is_resumed_to_the_bit(straight, tiny, arithmetic, tmp_path):
     """Shared modules ask for no flag that the script has not: it is started from a directory of its own."""
     script, out = shutil.copy(NANO, tmp_path / "mine.py"), tmp_path / "run"
-    env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    command = [sys.executable, script, *flags(tiny, arithmetic, out)]
-    with subprocess.Popen([*map(str, command)], env=env, cwd=tmp_path) as process:
-        while process.poll() is None and not (out / "checkpoints/latest").exists():
-            time.sleep(0.1)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    subprocess.run([*map(str, command)], env=env, cwd=tmp_path, check=True)
+    start = f"import runpy, sys; sys.path.append({str(ROOT)!r}); sys.argv[0] = {str(script)!r}"
+    start += "; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = "-c", start, *flags(tiny, arithmetic, out)
+    killed_at_a_checkpoint(command, out)
+    run(*command)
     assert not changed(*(x / "checkpoints/latest/hf" for x in (out, straight)))
 
 
