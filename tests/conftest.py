@@ -1,6 +1,8 @@
 """Shared by the tests: a tiny model, data, and a torchrun that does not leak its environment."""
 
 import functools
+import gc
+import inspect
 import json
 import math
 import os
@@ -16,12 +18,16 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+gc.disable()  # until all tests are there: a search of the libraries takes a second
+
 import pytest
+import sources
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
+inspect.findsource = sources.find_source
 
 
 @pytest.fixture(autouse=True)
@@ -236,6 +242,13 @@ def pytest_configure(config):
     os.environ["HF_DATASETS_CACHE"] = config.rows.name
 
 
+def pytest_collection_finish():
+    """Of what is there by then nothing is searched again."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    gc.enable()
+
+
 @pytest.fixture(scope="module")
 def mesh():
     """One rank, in this process, for models that FSDP shards."""
@@ -244,13 +257,24 @@ def mesh():
     dist.destroy_process_group()
 
 
+def small_model(tmp_path_factory, layers):
+    """Directory of a random model with tied embeddings."""
+    out = tmp_path_factory.mktemp("tiny") / "model"
+    sizes = ["--layers", layers, "--hidden_size", 64, "--heads", 2, "--kv_heads", 1]
+    run(ROOT / "data_prep/tiny_model.py", "--local_save_dir", out, *sizes, "--intermediate_size", 128)
+    return out
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """Directory of a random model with 2 layers, and tied embeddings."""
-    out = tmp_path_factory.mktemp("tiny") / "model"
-    sizes = ["--layers", 2, "--hidden_size", 64, "--heads", 2, "--kv_heads", 1, "--intermediate_size", 128]
-    run(ROOT / "data_prep/tiny_model.py", "--local_save_dir", out, *sizes)
-    return out
+    """A model with two layers."""
+    return small_model(tmp_path_factory, 2)
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory):
+    """A model for dozens of runs."""
+    return small_model(tmp_path_factory, 1)
 
 
 @pytest.fixture(scope="session")

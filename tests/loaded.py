@@ -1,8 +1,10 @@
 """What programs import, without this repository's own modules; and what libraries do at each start."""
 
 import gc
+import inspect
 from importlib import import_module
 
+import sources
 import torch.distributed.elastic.rendezvous.dynamic_rendezvous as rendezvous
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -23,6 +25,7 @@ for name in MODULES.split():
     import_module(name)
 
 gc.set_threshold(50_000, 50, 50)
+inspect.findsource = sources.find_source
 # torchrun looks at all modules to name the function that calls its log
 rendezvous.get_method_name = lambda *_: ""
 # vLLM looks at all modules for kernels
