@@ -57,6 +57,7 @@ def answer(script, *words):
     return done.stdout, done.stderr
 
 
+@cache
 def fields_of(script):
     """The fields of a script's Args, which is not imported."""
     tree = ast.parse((ROOT / "algos" / script).read_text())
