@@ -95,6 +95,12 @@ def run(*command, check=True, **options):
     return done
 
 
+def as_installed(script):
+    """The words that run a copy of a script elsewhere: it finds this repository as an installed one."""
+    start = f"import runpy, sys; sys.path.append({str(ROOT)!r}); sys.argv[0] = {str(script)!r}"
+    return "-c", start + "; runpy.run_path(sys.argv[0], run_name='__main__')"
+
+
 def kill(process, out):
     """Kill -9 the program of `start` that holds a directory, and wait for its end."""
     os.kill(holder(out), signal.SIGKILL)

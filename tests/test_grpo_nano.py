@@ -8,7 +8,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, changed, flags_of, killed_at_a_checkpoint, load_weights, metrics, run
+from conftest import (
+    ROOT,
+    as_installed,
+    changed,
+    flags_of,
+    hf,
+    killed_at_a_checkpoint,
+    load_weights,
+    metrics,
+    run,
+)
 
 from algos import grpo_nano
 
@@ -34,10 +44,6 @@ def straight(tiny, arithmetic, tmp_path_factory):
     return out
 
 
-def weights(out):
-    return load_weights(out / "checkpoints/latest/hf")
-
-
 def test_it_is_grpo(straight, tiny, arithmetic, tmp_path):
     run(GRPO, *flags(tiny, arithmetic, tmp_path))
     ours, theirs = metrics(straight), metrics(tmp_path)
@@ -48,18 +54,17 @@ def test_it_is_grpo(straight, tiny, arithmetic, tmp_path):
             assert ours[step][name] == pytest.approx(theirs[step][name], rel=1e-4, abs=1e-6), name
         assert set(ours[step]) <= set(theirs[step])
     assert ours[5]["training/rollout_logp_diff_mean"] < 1e-5
-    torch.testing.assert_close(weights(straight), weights(tmp_path), rtol=1e-3, atol=1e-4)
+    weights = (load_weights(hf(out)) for out in (straight, tmp_path))
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-4)
 
 
 def test_a_killed_copy_elsewhere_is_resumed_to_the_bit(straight, tiny, arithmetic, tmp_path):
     """Shared modules ask for no flag that the script has not: it is started from a directory of its own."""
     script, out = shutil.copy(NANO, tmp_path / "mine.py"), tmp_path / "run"
-    start = f"import runpy, sys; sys.path.append({str(ROOT)!r}); sys.argv[0] = {str(script)!r}"
-    start += "; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = "-c", start, *flags(tiny, arithmetic, out)
+    command = *as_installed(script), *flags(tiny, arithmetic, out)
     killed_at_a_checkpoint(command, out)
     run(*command)
-    assert not changed(*(x / "checkpoints/latest/hf" for x in (out, straight)))
+    assert not changed(hf(out), hf(straight))
 
 
 def test_two_ranks(straight, tiny, arithmetic, tmp_path):
