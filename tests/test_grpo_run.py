@@ -61,6 +61,10 @@ def test_it_learns_and_reports(straight, tiny):
     assert changed(tiny, hf(straight)) == load_weights(tiny).keys()
 
 
+def test_sampler_and_trainer_agree_every_step(straight):
+    assert all(m["training/rollout_probs_diff_max"] < 1e-4 for s, m in metrics(straight).items() if s)
+
+
 def test_advantages_are_those_of_the_groups(straight):
     """Recomputed from the dumped scores by prompt; the responses to a prompt are not one and the same."""
 
