@@ -16,6 +16,8 @@ BIN := .venv/bin
 # many short-lived processes on few cores: threads that wait must not spin
 test quick gpu-check: export OMP_WAIT_POLICY := PASSIVE
 test quick gpu-check: export GOMP_SPINCOUNT := 0
+# and what one has compiled the next ones read
+test quick: export PYTHONDONTWRITEBYTECODE :=
 
 # three files at a time: half of a test is a start, which takes one core (on a GPU: pytest without -n)
 test: .venv/installed-extra .venv/installed-reasoning-gym .venv/installed-quantize lint

@@ -7,6 +7,7 @@ python docs/flags.py
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,6 +80,7 @@ def choices_of(annotation):
     return []
 
 
+@cache
 def flags(path):
     """[section, name, default, help, annotation] of the Args of a script, and of those it is made from."""
     text = path.read_text()
@@ -109,6 +111,7 @@ def flags(path):
     return list(found.values())
 
 
+@cache
 def scripts():
     """Path of each script that has flags, by its name."""
     paths = [ROOT / f"algos/{name}.py" for name in TRAINERS + TOOLS]
@@ -116,6 +119,7 @@ def scripts():
     return {path.relative_to(ROOT).with_suffix("").as_posix().removeprefix("algos/"): path for path in paths}
 
 
+@cache
 def data_scripts():
     """Scripts of data sets: those that have the flags of prepare.py."""
     return [name for name, path in scripts().items() if "(prepare.Args)" in path.read_text()]

@@ -1,6 +1,8 @@
 """Shared by the tests: a tiny model, data, and a torchrun that does not leak its environment."""
 
 import functools
+import gc
+import inspect
 import json
 import math
 import os
@@ -11,15 +13,21 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+gc.disable()  # until all tests are there: a search of the libraries takes a second
+
 import pytest
+import sources
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
+inspect.findsource = sources.find_source
 
 
 @pytest.fixture(autouse=True)
@@ -34,24 +42,20 @@ def golden(name):
     return [json.loads(line) for line in (ROOT / f"tests/golden/{name}.jsonl").open()]
 
 
-# what programs import, without this repository's own modules
-LIBRARIES = """
-    hypothesis peft psutil pyarrow.parquet tqdm transformers tyro vllm vllm.v1.engine.llm_engine
-    torch.distributed.checkpoint.state_dict torch.distributed.fsdp torch.distributed.run
-    transformers.models.auto.modeling_auto vllm.v1.worker.cpu_worker
-""".split()
-
-
 @functools.cache
 def python():
     """The words that run a program with the libraries loaded, see forked.py."""
-    socket = Path(tempfile.mkdtemp(prefix="forked_")) / "socket"
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # its processes share a server
+    place = Path(tempfile.gettempdir()) / f"forked_{run or uuid.uuid4().hex}"
+    suite, socket = os.getppid() if run else os.getpid(), place / "socket"
     loaded = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", TORCHDYNAMO_DISABLE="1")
     env = os.environ | loaded | dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    command = [sys.executable, ROOT / "tests/forked.py", "serve", socket, *LIBRARIES]
-    server = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+    command = [sys.executable, ROOT / "tests/forked.py", "serve", str(suite), socket, "loaded"]
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+        subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
     while not socket.exists():
-        assert server.poll() is None, "tests/forked.py: the server has ended"
+        assert place.exists(), "tests/forked.py: the server has ended"
         time.sleep(0.1)
     return [sys.executable, "-I", "-S", str(ROOT / "tests/forked.py"), "run", str(socket)]
 
@@ -89,6 +93,12 @@ def run(*command, check=True, **options):
     done.returncode = process.returncode
     assert not check or done.returncode == 0, f"{done.args}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
+
+
+def as_installed(script):
+    """The words that run a copy of a script elsewhere: it finds this repository as an installed one."""
+    start = f"import runpy, sys; sys.path.append({str(ROOT)!r}); sys.argv[0] = {str(script)!r}"
+    return "-c", start + "; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def kill(process, out):
@@ -238,6 +248,13 @@ def pytest_configure(config):
     os.environ["HF_DATASETS_CACHE"] = config.rows.name
 
 
+def pytest_collection_finish():
+    """Of what is there by then nothing is searched again."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    gc.enable()
+
+
 @pytest.fixture(scope="module")
 def mesh():
     """One rank, in this process, for models that FSDP shards."""
@@ -246,13 +263,24 @@ def mesh():
     dist.destroy_process_group()
 
 
+def small_model(tmp_path_factory, layers):
+    """Directory of a random model with tied embeddings."""
+    out = tmp_path_factory.mktemp("tiny") / "model"
+    sizes = ["--layers", layers, "--hidden_size", 64, "--heads", 2, "--kv_heads", 1]
+    run(ROOT / "data_prep/tiny_model.py", "--local_save_dir", out, *sizes, "--intermediate_size", 128)
+    return out
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """Directory of a random model with 2 layers, and tied embeddings."""
-    out = tmp_path_factory.mktemp("tiny") / "model"
-    sizes = ["--layers", 2, "--hidden_size", 64, "--heads", 2, "--kv_heads", 1, "--intermediate_size", 128]
-    run(ROOT / "data_prep/tiny_model.py", "--local_save_dir", out, *sizes)
-    return out
+    """A model with two layers."""
+    return small_model(tmp_path_factory, 2)
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory):
+    """A model for dozens of runs."""
+    return small_model(tmp_path_factory, 1)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ Imports were a third of the suite's work. A program runs as under `python PROGRA
 environment, files, signals and exit status of its own; only the libraries' modules are there already. A test
 of imports, or of what a library prints as it is loaded, starts Python itself.
 
-    forked.py serve SOCKET MODULE ...
+    forked.py serve SUITE SOCKET MODULE ...    until the process of that number has ended
     forked.py run SOCKET PROGRAM ...    or, as under python, -m MODULE ... or -c CODE ...
 
 The sys.executable of a program is a file next to the socket: what it starts by a path, or by torchrun, starts
@@ -26,14 +26,19 @@ exec {python} "$@"
 """
 
 
-def serve(path, *modules):
+def serve(suite, path, *modules):
     """Import the modules and fork for each client; returns in the processes of the programs alone."""
     import gc
     import importlib
 
-    for name in modules:
-        importlib.import_module(name)
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    except BaseException:
+        shutil.rmtree(os.path.dirname(path))
+        raise
     gc.freeze()  # else a collection in each child would copy all pages
+    gc.unfreeze = gc.freeze  # vLLM would search all of it at the end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors end by themselves
     server = socket.socket(socket.AF_UNIX)
     server.bind(f"{path}.new")
@@ -44,9 +49,8 @@ def serve(path, *modules):
     os.chmod(executable, 0o755)
     sys.executable = executable
     os.rename(f"{path}.new", path)
-    suite = os.getppid()
     server.settimeout(1)
-    while os.getppid() == suite:
+    while os.path.exists(f"/proc/{suite}"):
         try:
             client, _ = server.accept()
         except TimeoutError:

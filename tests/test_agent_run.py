@@ -14,6 +14,7 @@ from conftest import (
     column,
     flags_of,
     healthy,
+    hf,
     holder,
     kill,
     load_weights,
@@ -62,10 +63,6 @@ def straight(flags, tmp_path_factory):
     out = tmp_path_factory.mktemp("straight")
     assert "UserWarning" not in run(AGENT, *flags(out)).stderr
     return out
-
-
-def hf(out):
-    return out / "checkpoints/latest/hf"
 
 
 def test_it_runs_and_reports(straight, model):

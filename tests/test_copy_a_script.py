@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, cut_back, metrics, rollouts, run, same
+from conftest import ROOT, as_installed, cut_back, metrics, rollouts, run, same
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 PAGE = (ROOT / "docs/start/copy-a-script.md").read_text()
@@ -35,12 +35,9 @@ def copy(folder, *numbers):
 @pytest.fixture
 def trained(tiny, arithmetic):
     def trained(script, out, reward, *more, **options):
-        """Run a script that finds the repository as an installed one."""
-        start = f"import runpy, sys; sys.path.append({str(ROOT)!r}); sys.argv[0] = {str(script)!r}"
-        start += "; runpy.run_path(sys.argv[0], run_name='__main__')"
         files = "--model", tiny, "--train_files", arithmetic / "train.parquet", "--output_dir", out
         reward = "--reward_fn", f"{ROOT}/tests/digit_reward.py:{reward}"
-        return run("-c", start, *files, *FLAGS.split(), *reward, "--lr", 3e-3, *more, **options)
+        return run(*as_installed(script), *files, *FLAGS.split(), *reward, "--lr", 3e-3, *more, **options)
 
     return trained
 

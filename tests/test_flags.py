@@ -119,7 +119,7 @@ def test_flags_without_an_effect(case, monkeypatch):
     assert said == (case["line"] and f"error: {case['line']}")
 
 
-def test_flags_are_read_under_their_condition(tiny, arithmetic, tmp_path):
+def test_flags_are_read_under_their_condition(one_layer, arithmetic, tmp_path):
     """In runs of each trainer: its other flags change nothing, not even those that are looked at."""
     rows, texts, pairs = arithmetic / "val.parquet", tmp_path / "texts.parquet", tmp_path / "pairs.parquet"
     talks = []
@@ -131,7 +131,9 @@ def test_flags_are_read_under_their_condition(tiny, arithmetic, tmp_path):
         two.append(dict(prompt=row["prompt"], chosen=answer, rejected="0"))
     write_parquet(talks, texts)
     write_parquet(two, pairs)
-    done = run(ROOT / "tests/workers/flags_read.py", tiny, rows, texts, pairs, tmp_path / "runs", ranks=1)
+    done = run(
+        ROOT / "tests/workers/flags_read.py", one_layer, rows, texts, pairs, tmp_path / "runs", ranks=1
+    )
     seen = {}  # {script: sets of flags without an effect}
     for line in re.findall(r"^READ (.+)", done.stdout, re.MULTILINE):
         name, missed, idle, same = json.loads(line)

@@ -1,19 +1,24 @@
 """grpo_nano.py from end to end: the numbers of grpo.py, on two ranks, and as a killed copy elsewhere."""
 
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, changed, flags_of, load_weights, metrics, run
+from conftest import (
+    ROOT,
+    as_installed,
+    changed,
+    flags_of,
+    hf,
+    killed_at_a_checkpoint,
+    load_weights,
+    metrics,
+    run,
+)
 
 from algos import grpo_nano
 
@@ -39,10 +44,6 @@ def straight(tiny, arithmetic, tmp_path_factory):
     return out
 
 
-def weights(out):
-    return load_weights(out / "checkpoints/latest/hf")
-
-
 def test_it_is_grpo(straight, tiny, arithmetic, tmp_path):
     run(GRPO, *flags(tiny, arithmetic, tmp_path))
     ours, theirs = metrics(straight), metrics(tmp_path)
@@ -53,21 +54,17 @@ def test_it_is_grpo(straight, tiny, arithmetic, tmp_path):
             assert ours[step][name] == pytest.approx(theirs[step][name], rel=1e-4, abs=1e-6), name
         assert set(ours[step]) <= set(theirs[step])
     assert ours[5]["training/rollout_logp_diff_mean"] < 1e-5
-    torch.testing.assert_close(weights(straight), weights(tmp_path), rtol=1e-3, atol=1e-4)
+    weights = (load_weights(hf(out)) for out in (straight, tmp_path))
+    torch.testing.assert_close(*weights, rtol=1e-3, atol=1e-4)
 
 
 def test_a_killed_copy_elsewhere_is_resumed_to_the_bit(straight, tiny, arithmetic, tmp_path):
     """Shared modules ask for no flag that the script has not: it is started from a directory of its own."""
     script, out = shutil.copy(NANO, tmp_path / "mine.py"), tmp_path / "run"
-    env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    command = [sys.executable, script, *flags(tiny, arithmetic, out)]
-    with subprocess.Popen([*map(str, command)], env=env, cwd=tmp_path) as process:
-        while process.poll() is None and not (out / "checkpoints/latest").exists():
-            time.sleep(0.1)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    subprocess.run([*map(str, command)], env=env, cwd=tmp_path, check=True)
-    assert not changed(*(x / "checkpoints/latest/hf" for x in (out, straight)))
+    command = *as_installed(script), *flags(tiny, arithmetic, out)
+    killed_at_a_checkpoint(command, out)
+    run(*command)
+    assert not changed(hf(out), hf(straight))
 
 
 def test_two_ranks(straight, tiny, arithmetic, tmp_path):

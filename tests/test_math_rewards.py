@@ -242,7 +242,8 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_answers_are_refused(answer):
+def test_hostile_answers_are_refused(answer, monkeypatch):
+    monkeypatch.setattr("rewards.mathematics.equivalence.TIMEOUT_S", 0.5)
     assert not equal(answer, "6")
 
 

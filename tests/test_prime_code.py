@@ -180,7 +180,7 @@ def test_tests_of_a_program_do_not_meet():
 
 def test_time_outs(monkeypatch):
     """Of many tests, or of few; tests after a time-out still count."""
-    monkeypatch.setattr(checks, "TIMEOUT_S", 2)
+    monkeypatch.setattr(checks, "TIMEOUT_S", 1)
     truth = {"inputs": [str(i) for i in range(40)], "outputs": [str(i) for i in range(40)]}
     result = compute_score("apps", "n = int(input())\nwhile n > 1: pass\nprint(n)", truth)
     assert result == {"score": 2 / 40, "acc": 0.0, "timeouts": 38}

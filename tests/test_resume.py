@@ -307,12 +307,12 @@ def test_whatever_ends_a_run_saves_first(tiny, arithmetic, tmp_path):
 
 
 @pytest.mark.parametrize("names", ["sft rm dpo grpo grpo_nano", "dapo ppo agent distill"])
-def test_whatever_ends_a_step_after_its_update(names, tiny, arithmetic, tmp_path):
+def test_whatever_ends_a_step_after_its_update(names, one_layer, arithmetic, tmp_path):
     """At each statement of a trainer up to the checkpoint: weights of all models, and metrics."""
     rows, pairs = arithmetic / "val.parquet", tmp_path / "pairs.parquet"
     texts = [(row["prompt"], row["extra_info"]["answer"]) for row in pq.read_table(rows).to_pylist()]
     write_parquet([dict(prompt=prompt, chosen=text, rejected="0") for prompt, text in texts], pairs)
-    worker = ROOT / "tests/workers/statements.py", tiny, rows, pairs, tmp_path
+    worker = ROOT / "tests/workers/statements.py", one_layer, rows, pairs, tmp_path
     done = launch(*worker, *names.split())
     found = re.findall(r"^ENDED\|(\w+)\|(\d+)", done.stdout, re.MULTILINE)
     assert [name for name, _ in found] == names.split()

@@ -11,6 +11,7 @@ from conftest import ROOT, load_weights, run, same
 
 FAULTY = ROOT / "tests/faults/faulty.py"
 SFT = ROOT / "algos/sft.py"
+KILLED_SOON = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1"  # a rank that waits for one that has gone; not after 30 s
 
 
 @pytest.fixture
@@ -42,7 +43,8 @@ def rl_flags(tiny, arithmetic, out):
     return ["--model", tiny, "--output_dir", out, *files, *f"{sizes} {steps} {reward}".split()]
 
 
-def test_killed_while_sampling_and_while_syncing(tiny, arithmetic, notes, tmp_path):
+def test_killed_while_sampling_and_while_syncing(tiny, arithmetic, notes, tmp_path, monkeypatch):
+    monkeypatch.setenv(*KILLED_SOON)
     run(ROOT / "algos/grpo.py", *rl_flags(tiny, arithmetic, tmp_path / "straight"), ranks=2)
     out = tmp_path / "killed"
     faults = "grpo", "gen:1:2:kill,sync:0:4:kill", notes
@@ -66,7 +68,8 @@ def sft(tiny, arithmetic, tmp_path_factory):
     return flags, out
 
 
-def test_killed_while_updating_and_while_saving(sft, notes, tmp_path):
+def test_killed_while_updating_and_while_saving(sft, notes, tmp_path, monkeypatch):
+    monkeypatch.setenv(*KILLED_SOON)
     flags, straight = sft
     out = tmp_path / "killed"
     faults = "sft", "update_actor:1:3:kill,save_checkpoint:0:6:kill", notes
