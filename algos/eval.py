@@ -18,7 +18,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
-    from system.arguments import parse
+    from system.arguments import one_line_errors, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -356,11 +356,9 @@ def write_scores(path, rows_path, results):
 def main(args):
     # ---- everything is read and checked before anything is scored
     out = Path(args.output)
-    try:
+    with one_line_errors():
         manager, files = load_files(args)
         out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        sys.exit("error: " + " ".join(str(error).split()))
 
     # ---- score and measure
     labels = ascii_uppercase[: len(files)]

@@ -253,16 +253,16 @@ def rollout_weights(args, logp_nt, batch):
     ratios = {level: x.clamp(-20, 20).exp() for level, x in logs.items()}
     weight_nt = torch.ones_like(d_nt)
     if args.rollout_is:
-        weight_nt = weight_nt * ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
+        weight_nt *= ratios[args.rollout_is].clamp(max=args.rollout_is_threshold)  # eq: grpo.tis
     if args.rollout_rs == "off_policy":  # of the trained policy (DeepSeek-V3.2, 2512.02556, 3.1)
         behind_nt = (rollout_logp_nt - logp_nt.detach()).where(known_nt, 0.0)
         far_n1 = behind_nt.sum(-1, keepdim=True) / length_n1 > args.rollout_rs_threshold[0]
-        weight_nt = weight_nt * ~(far_n1 & (batch["adv_nt"] < 0))  # eq: grpo.off_policy
+        weight_nt *= ~(far_n1 & (batch["adv_nt"] < 0))  # eq: grpo.off_policy
     elif args.rollout_rs:
         ratio_nt = ratios[args.rollout_rs]
         high = args.rollout_rs_threshold[-1]
         low = args.rollout_rs_threshold[0] if len(args.rollout_rs_threshold) > 1 else 1 / high
-        weight_nt = weight_nt * ((low <= ratio_nt) & (ratio_nt <= high))  # eq: grpo.rejection
+        weight_nt *= (low <= ratio_nt) & (ratio_nt <= high)  # eq: grpo.rejection
     return weight_nt
 
 

@@ -29,7 +29,7 @@ from urllib.parse import quote
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 try:
-    from system.arguments import parse
+    from system.arguments import one_line_errors, parse
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error}: activate .venv; a copy elsewhere needs pip install --no-deps -e REPOSITORY")
 
@@ -858,14 +858,12 @@ def write(args, reload_s):
 
 
 def main(args):
-    try:
+    with one_line_errors():
         with suppress(KeyboardInterrupt):
             while args.follow > 0:
                 write(args, args.follow)
                 time.sleep(args.follow)
         write(args, 0)  # once, or after Ctrl-C again, as a page that does not reload
-    except (ValueError, OSError) as error:
-        sys.exit("error: " + " ".join(str(error).split()))
 
 
 if __name__ == "__main__":

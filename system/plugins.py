@@ -278,3 +278,28 @@ def load_from(spec, flag):
     if not hasattr(module, name):
         raise ValueError(f"{flag} {spec}: {path} defines no {name!r}")
     return getattr(module, name)
+
+
+def looked_at(what, function, *given):
+    """What a plug-in returns for these arguments, as a tuple of finite tensors of the shape of the second.
+
+    ValueError if it returns something else, raises, or changes an argument in place.
+    """
+    import torch  # here, because flags are checked before it is loaded
+
+    own = [x for x in given if torch.is_tensor(x)]
+    before = [x.detach().clone() for x in own]
+    try:
+        found = function(*given)
+    except Exception as error:  # of a user's function
+        raise ValueError(f"{what} raises {type(error).__name__}: {error}") from error
+    found = found if isinstance(found, tuple) else (found,)
+    shape = given[1].shape
+    for x in found:
+        if not torch.is_tensor(x) or x.shape != shape:
+            raise ValueError(f"{what} must return tensors of shape {[*shape]}, as its second argument has")
+        if not x.isfinite().all():
+            raise ValueError(f"{what} returns a number that is not finite")
+    if not all(map(torch.equal, own, before)):
+        raise ValueError(f"{what} changes an argument in place: change a copy")
+    return found

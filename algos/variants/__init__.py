@@ -16,12 +16,13 @@ What both return is looked at: finite tensors of one shape, and no argument chan
 
 import ast
 import inspect
+from collections import defaultdict
 from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 
 from system.arguments import fail, one_line_errors
-from system.plugins import load_from
+from system.plugins import load_from, looked_at
 
 HERE = Path(__file__).parent
 TAKES = dict(policy_loss="logp_nt old_logp_nt adv_nt mask_nt", adv_estimator="score_n group_n length_n parts")
@@ -97,31 +98,6 @@ def members(group_n):
     return group_n.argsort(stable=True).split(sizes.tolist())
 
 
-def looked_at(what, function, *given):
-    """What a plug-in returns for these arguments, as a tuple of finite tensors of the shape of the second.
-
-    ValueError if it returns something else, raises, or changes an argument in place.
-    """
-    import torch  # here, because names are checked before it is loaded
-
-    own = [x for x in given if torch.is_tensor(x)]
-    before = [x.detach().clone() for x in own]
-    try:
-        found = function(*given)
-    except Exception as error:  # of a user's function
-        raise ValueError(f"{what} raises {type(error).__name__}: {error}") from error
-    found = found if isinstance(found, tuple) else (found,)
-    shape = given[1].shape
-    for x in found:
-        if not torch.is_tensor(x) or x.shape != shape:
-            raise ValueError(f"{what} must return tensors of shape {[*shape]}, as its second argument has")
-        if not x.isfinite().all():
-            raise ValueError(f"{what} returns a number that is not finite")
-    if not all(map(torch.equal, own, before)):
-        raise ValueError(f"{what} changes an argument in place: change a copy")
-    return found
-
-
 def estimated(spec, score_n, group_n, length_n, parts):
     """The advantages of --adv_estimator; a result that cannot be used stops the script with one line."""
     what = f"--adv_estimator {spec}"
@@ -132,7 +108,7 @@ def estimated(spec, score_n, group_n, length_n, parts):
 
 def check_loss(loss, spec):
     """ValueError if a loss of two responses of three tokens is not what scripts expect."""
-    import torch
+    import torch  # here, because names are checked before it is loaded
 
     what = f"--policy_loss {spec}"
     logp_nt, ones_nt = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3)
@@ -141,16 +117,8 @@ def check_loss(loss, spec):
         raise ValueError(f"{what} must return three tensors [N, T], first a loss with a gradient")
 
 
-class Columns(dict):
+class Columns(defaultdict):
     """A batch in which each column is there: one that is not known is drawn."""
-
-    def __init__(self, draw, **known):
-        super().__init__(known)
-        self.draw = draw
-
-    def __missing__(self, name):
-        self[name] = self.draw()
-        return self[name]
 
     def __contains__(self, name):
         return True
