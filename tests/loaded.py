@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 MODULES = """
     compressed_tensors.compressors hypothesis pandas peft psutil pyarrow.compute pyarrow.pandas_compat
-    pyarrow.parquet tabulate tqdm transformers typeguard tyro._backends._tyro_backend
+    pyarrow.parquet tqdm transformers typeguard tyro._backends._tyro_backend
     torch.distributed.checkpoint._fsspec_filesystem torch.distributed.checkpoint.state_dict
     torch.distributed.fsdp torch.distributed.run torch.distributed.tensor.experimental
     torch.nn.attention.varlen torch.utils.serialization.config transformers.models.auto.modeling_auto
