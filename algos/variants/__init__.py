@@ -149,8 +149,8 @@ def is_zero_without_advantage(loss, length):
         batch = Columns(draw)
         batch["adv_nt"] = adv_nt
         batch["mask_nt"] = torch.arange(length) < torch.tensor(lengths)[:, None].clamp(min=1)
-        batch["old_logp_nt"] = logp_nt.detach() + 160 * (share() - 0.5) ** 3
-        batch["ref_logp_nt"] = logp_nt.detach() + 160 * (share() - 0.5) ** 3
+        for name in ("old_logp_nt", "ref_logp_nt"):
+            batch[name] = logp_nt.detach() + 160 * (share() - 0.5) ** 3
         batch["rollout_logp_nt"] = batch["old_logp_nt"] + sampler_differs * (share() - 0.5)
         try:
             total = loss(logp_nt, entropy_nt, batch)[0].sum()
