@@ -21,8 +21,6 @@ from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 try:
     from system.arguments import fail, one_line_errors, parse, refuse
@@ -58,6 +56,7 @@ class Args:
 if __name__ == "__main__":
     flags = parse(Args)  # before the libraries below are loaded: a wrong flag is answered at once
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch

@@ -246,8 +246,15 @@ def load_file(path, name):
     """The Python file as a module of that name."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
-    with guest(path):
-        spec.loader.exec_module(module)
+    writes_none = sys.dont_write_bytecode
+    sys.dont_write_bytecode = (
+        True  # Python takes what it has compiled for a new text of the same second and size
+    )
+    try:
+        with guest(path):
+            spec.loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = writes_none
     return module
 
 

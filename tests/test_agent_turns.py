@@ -258,7 +258,7 @@ def test_generate_writes_a_text_but_its_end(case):
     ):
         engine = Engine([[ids if ended else [*ids, 9]]], tokenizer)
         engine.reset_prefix_cache = lambda: None
-        prompts = {0: dict(prompt_ids=prompt_ids)}
+        prompts = {0: dict(prompt_ids=np.array(prompt_ids))}
         made = generate.generate(engine, range(1), prompts, args, tokenizer, None)
         assert made["responses"].to_pylist() == [[text]]
         assert made["finish_reasons"].to_pylist() == [[reason if ended else "length"]]

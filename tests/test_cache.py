@@ -3,6 +3,7 @@
 import os
 import resource
 import subprocess
+import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, python
+from conftest import ROOT
 from test_sft import MESSAGES, conversation_tokenizer, make_args
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig
@@ -127,7 +128,7 @@ def test_no_hub_and_no_word(file, tmp_path):
     program += "from data_prep.tiny_model import make_tokenizer;"
     program += f"print(len(load_prompts([{str(file)!r}], make_tokenizer(), 99)[0]), 'pandas' in sys.modules)"
     env = dict(os.environ, HF_DATASETS_CACHE=str(tmp_path / "elsewhere"))
-    command = [*python(), "-c", program]
+    command = [sys.executable, "-c", program]
     for made in (True, False):  # the second start finds the rows, and loads no pandas
         result = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT)
         assert (result.stdout, result.stderr) == (f"20 {made}\n", "")

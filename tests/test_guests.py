@@ -181,3 +181,14 @@ def test_a_guest_does_not_end_the_run(tmp_path):
         "row 0, data_source 'x': checks.py:check_row: SystemExit: os._exit(0)",
         "row 1, data_source 'x': checks.py:check_row: AssertionError: ",
     ]
+
+
+def test_a_file_that_changes_in_a_second_is_read_again(tmp_path, monkeypatch):
+    """Python compares the second and the size of what it has compiled."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mine.py"
+    for value in (1, 2):
+        file.write_text(f"def score():\n    return {value}\n")
+        os.utime(file, (1, 1))
+        assert plugins.load_from(f"{file}:score", "--reward_fn")() == value
+    assert not sys.dont_write_bytecode
