@@ -45,6 +45,7 @@ DETAILS = {  # what is changed: flags
     "CISPO": "--policy_loss cispo",
     "KL loss, 0.001": "--use_kl_loss",
     "KL loss, 0.05": "--use_kl_loss --kl_loss_coef 0.05",
+    "KL loss, 0.05, k3": "--use_kl_loss --kl_loss_coef 0.05 --kl_kind k3",
     "entropy bonus, 0.01": "--entropy_coeff 0.01",
     "one optimizer step a step": "--ppo_mini_batch_size 32",
     "two passes over the responses": "--ppo_epochs 2",
