@@ -123,7 +123,8 @@ def foreign(flags, words):
             continue
         here = hint(name, named.keys())
         if here:
-            return f"{word} is not a flag of this script; it is: {here}"
+            joint = "; it is: " if here.startswith("--") else ": "
+            return f"{word} is not a flag of this script{joint}{here}"
 
 
 def command_line(args_class, words=None, groups=None):
@@ -324,8 +325,8 @@ def wrong_sampling(flags):
         return f"--rollout_rs needs --rollout_rs_threshold {needed}"
     if drops_groups and group_size < 2:
         return f"--group_size {group_size}: one response has no spread, so its group would be dropped"
-    if estimator == "maxrl" and group_size < 2:
-        return "--adv_estimator maxrl needs --group_size above 1"
+    if estimator in ("grpo", "dr_grpo", "rloo", "maxrl") and group_size < 2:
+        return f"--adv_estimator {estimator} needs --group_size above 1: one response has no baseline"
     if estimator in ("gdpo", "reinforce_plus_plus_baseline") and group_size * get("train_batch_size", 2) < 2:
         return f"--adv_estimator {estimator} needs --group_size or --train_batch_size above 1"
     if (get("overlong_buffer") or 0) > get("max_response_length", INF):

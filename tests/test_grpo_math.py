@@ -85,6 +85,13 @@ def test_what_a_plug_in_returns_is_looked_at(returned, tmp_path):
         grpo.advantages(args, f64(1, 0, 0, 1), torch.tensor([0, 0, 1, 1]), torch.ones(4))
 
 
+def test_a_loss_needs_a_gradient(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def loss(logp_nt, old_logp_nt, adv_nt, mask_nt):\n    return adv_nt, adv_nt, adv_nt\n")
+    with pytest.raises(SystemExit, match="first a loss with a gradient"):
+        load_loss(make_args(grpo, policy_loss=f"{file}:loss"), clip=grpo.policy_loss)
+
+
 def test_every_variant_has_numbers_a_gradient_and_a_row():
     """And takes what the others of its flag take: else no flag knows it."""
     variants = {name: flag for flag in OF_SCRIPTS for name in known(flag)}
@@ -144,6 +151,18 @@ def test_the_whole_loss_of_a_token(script, flags, more):
     assert not reported[-1]["pg_clipfrac_lower"].any()
     assert reported[0]["pg_loss"][0].tolist() == pytest.approx(expected)
     assert loss_nt[0].tolist() == pytest.approx([x - 0.1 * 2 + y for x, y in zip(expected, more)], abs=1e-5)
+
+
+@each(grpo, agent)
+def test_the_ratio_of_the_kl_is_that_to_the_old_policy_and_bounded(script):
+    args = make_args(script, use_kl_loss=True, kl_loss_coef=1.0)
+    logp_nt = torch.full((1, 2), -1.0)
+    old_nt = torch.tensor([[-1000.0, -1 - math.log(2)]])
+    batch = dict(mask_nt=torch.ones(1, 2).bool(), adv_nt=torch.zeros(1, 2), old_logp_nt=old_nt)
+    batch |= dict(rollout_logp_nt=old_nt + 3, ref_logp_nt=logp_nt - 1)
+    _, losses, _ = script.actor_loss(args, script.policy_loss, logp_nt, logp_nt, batch)
+    expected = [math.exp(-1 + 20), math.exp(-1) * 2]
+    assert losses["kl_loss"][0].tolist() == pytest.approx(expected, rel=1e-4)
 
 
 @each(agent, dapo, ppo)

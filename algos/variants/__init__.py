@@ -11,7 +11,8 @@ clip leaves out its parameters, and a loss without loss_agg has token-mean. With
 def mine(score_n, group_n, length_n, parts):  # score, group number and trained tokens of each response
     return adv_n  # of each response; parts: a weight and the scores [N] for each --reward_fn
 
-What both return is looked at: finite tensors of one shape, and no argument changed in place.
+What both return is looked at: finite tensors of one shape, and no argument changed in place. That of a loss
+once, before the run, on made-up rows.
 """
 
 import ast
