@@ -227,6 +227,13 @@ def generate(engine, rows, prompts, args, tokenizer, pool):
     return pa.table(table)
 
 
+def with_source(answers, source, about):
+    """Answers with metadata and, if their file has no data sources, its name: eval.py pairs files by them."""
+    if "data_source" not in source.schema.names:
+        answers = answers.append_column("data_source", pa.array([Path(source.path).name] * len(answers)))
+    return answers.replace_schema_metadata(about)
+
+
 def count_done(waiting, bar):
     """Take the shards at the front that any rank has written; ranks write them in about this order."""
     while waiting and waiting[0].is_file():
@@ -281,7 +288,7 @@ def main(args):
                 tokens += sum(row)
         with replacing(args.output) as new:
             about = dict(prompt_key=args.prompt_key)  # what a judge is shown by eval.py
-            source.write(new, (pq.read_table(path).replace_schema_metadata(about) for path in shards))
+            source.write(new, (with_source(pq.read_table(path), source, about) for path in shards))
         HELD.pop(Path(f"{args.output}.shards")).close()  # NFS does not remove a directory with an open file
         shutil.rmtree(f"{args.output}.shards")
         print(f"{args.output}: {len(prompts)} of {count} prompts, {tokens / seconds:.0f} tokens/s")

@@ -540,6 +540,7 @@ class Run:
 
     def check_training_loss(self):
         """`train/loss`, distillation's `actor/teacher_kl`: end over 1.1 times start warning, 1.5 wrong"""
+        need(not self.args.get("dft"), "a loss that is weighed by probabilities (--dft) may rise")
         steps, values = self.curve(*matching(self.metrics, "train/loss actor/teacher_kl")[:1], least=6)
         first, last = ends(values)
         word = grade(last / max(first, 0.05), 1.1, 1.5)

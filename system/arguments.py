@@ -266,7 +266,8 @@ def unusable(values, defaults, idle):
                 return f"--{name} {number} must be finite"
             if not low <= number <= high:
                 return f"--{name} {number} must be {words}"
-        if name in idle and value != defaults[name] and value not in OFF:
+        is_off = value in OFF and known.range != SHARE  # 0 of a share is a value
+        if name in idle and value != defaults[name] and not is_off:
             return f"--{name} {value} {idle[name]}"
 
 

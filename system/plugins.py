@@ -298,7 +298,7 @@ def looked_at(what, function, *given):
     before = [x.detach().clone() for x in own]
     try:
         found = function(*given)
-    except Exception as error:  # of a user's function
+    except (Exception, SystemExit) as error:  # of a user's function
         raise ValueError(f"{what} raises {type(error).__name__}: {error}") from error
     found = found if isinstance(found, tuple) else (found,)
     shape = given[1].shape

@@ -13,6 +13,7 @@ from conftest import ROOT, golden, holder, kill, run, start
 from transformers import AutoTokenizer
 
 from algos import generate
+from data_prep.lib.source import Source
 from system.files import HELD
 
 COLUMNS = generate.COLUMNS[:-1]
@@ -161,3 +162,15 @@ def test_a_written_shard_is_looked_at_once():
     generate.count_done(waiting, bar)
     assert len(waiting) == 2
     assert looked_at == [0, 1, 2, 2]
+
+
+def test_rows_without_a_source_keep_the_name_of_their_file(tmp_path):
+    """So eval.py pairs the answers of two models, whatever the files are called."""
+    files = {}
+    for name, about in (("mine.jsonl", ""), ("known.jsonl", ', "data_source": "sums"')):
+        (tmp_path / name).write_text(f'{{"prompt": "1+1", "solution": "2"{about}}}\n')
+        source = Source(tmp_path / name)
+        answers = generate.with_source(pa.table(dict(responses=[["2"]])), source, dict(a="b"))
+        source.write(tmp_path / "out.parquet", iter([answers]))
+        files[name] = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["data_source"] for [row] in files.values()] == ["mine.jsonl", "sums"]

@@ -64,6 +64,9 @@ UNFIT = {  # what a plug-in returns for an input x, and the line that it is refu
     "x * float('nan')": "returns a number that is not finite",
     "x / 0": "returns a number that is not finite",
     "x.sub_(x.mean())": "changes an argument in place",
+    "x.clamp_(-0.5, 0.9)": "changes an argument in place",
+    "x.log()": "returns a number that is not finite",
+    "exit(3)": "raises SystemExit: 3",
     "x.missing": "raises AttributeError: 'Tensor' object has no attribute 'missing'",
 }
 
@@ -78,11 +81,22 @@ def test_what_a_plug_in_returns_is_looked_at(returned, tmp_path):
         f"def loss(logp_nt, old_logp_nt, adv_nt, mask_nt):\n    x = adv_nt\n    x = {returned}\n"
         "    return logp_nt * 1, x, x\n"
     )
-    args = make_args(grpo, policy_loss=f"{file}:loss", adv_estimator=f"{file}:adv")
-    with pytest.raises(SystemExit, match=re.escape(f"--policy_loss {file}:loss {UNFIT[returned]}")):
-        load_loss(args, clip=grpo.policy_loss)
-    with pytest.raises(SystemExit, match=re.escape(f"--adv_estimator {file}:adv {UNFIT[returned]}")):
-        grpo.advantages(args, f64(1, 0, 0, 1), torch.tensor([0, 0, 1, 1]), torch.ones(4))
+    given = f64(1, 0, 0, 1), torch.tensor([0, 0, 1, 1]), torch.ones(4)
+    for flag, name in (("policy_loss", "loss"), ("adv_estimator", "adv")):
+        args = make_args(grpo, **{flag: f"{file}:{name}"})
+        line = re.escape(f"--{flag} {file}:{name} {UNFIT[returned]}")
+        with pytest.raises(SystemExit, match=line):
+            load_loss(args, clip=grpo.policy_loss)
+    with pytest.raises(SystemExit, match=line):
+        grpo.advantages(args, *given)
+
+
+@pytest.mark.parametrize("returned", ("(score_n, score_n)", "score_n > 0", "score_n * 1j"))
+def test_an_estimator_returns_one_tensor_of_floats(returned, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def adv(score_n, group_n, length_n, parts):\n    return {returned}\n")
+    with pytest.raises(SystemExit, match="must return one tensor of floats"):
+        load_loss(make_args(grpo, adv_estimator=f"{file}:adv"), clip=grpo.policy_loss)
 
 
 def test_a_loss_needs_a_gradient(tmp_path):

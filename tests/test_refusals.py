@@ -130,7 +130,7 @@ def test_a_line_before_a_model_is_loaded(case, refused, tiny, arithmetic, pictur
 @each(grpo, agent)
 @pytest.mark.parametrize("estimator", (*OF_SCRIPTS["adv_estimator"], *known("adv_estimator")))
 def test_an_estimator_has_an_advantage_or_is_refused(script, estimator):
-    """Enumerated: some scores from 0 to 1 give an advantage, or the sizes are refused."""
+    """Enumerated: some scores from 0 to 1 give an advantage and equal ones none, or sizes are refused."""
     for prompts, group_size in product((1, 2), (1, 2)):
         sizes = dict(adv_estimator=estimator, train_batch_size=prompts, group_size=group_size)
         group_n = torch.arange(prompts).repeat_interleave(group_size)
@@ -139,6 +139,7 @@ def test_an_estimator_has_an_advantage_or_is_refused(script, estimator):
             score_n, parts = torch.tensor(scores).double(), [(1.0, list(scores))]
             adv_n = script.advantages(SimpleNamespace(**sizes), score_n, group_n, length_n, parts)
             learns |= adv_n.abs().max().item() > 1e-3
+        learns &= adv_n.abs().max().item() == 0  # all scores are 1: without a baseline that is learned from
         line = impossible(sizes)
         assert line is None if learns else line.startswith(f"--adv_estimator {estimator} needs --group_size ")
 

@@ -11,8 +11,8 @@ clip leaves out its parameters, and a loss without loss_agg has token-mean. With
 def mine(score_n, group_n, length_n, parts):  # score, group number and trained tokens of each response
     return adv_n  # of each response; parts: a weight and the scores [N] for each --reward_fn
 
-What both return is looked at: finite tensors of one shape, and no argument changed in place. That of a loss
-once, before the run, on made-up rows.
+What both return is looked at: finite tensors of one shape, and no argument changed in place. Both are
+tried on made-up rows before the run, an estimator also at each step.
 """
 
 import ast
@@ -73,7 +73,7 @@ def load_loss(args, clip):
     spec = args.policy_loss
     with one_line_errors():
         if flags.get("adv_estimator", "grpo") not in OF_SCRIPTS["adv_estimator"]:
-            load_variant("adv_estimator", flags["adv_estimator"])
+            check_estimator(flags["adv_estimator"])
         loss = clip if spec == "clip" else load_variant("policy_loss", spec)
         check_loss(loss, spec)
     has = {name: p.default for name, p in inspect.signature(loss).parameters.items()}
@@ -103,8 +103,19 @@ def estimated(spec, score_n, group_n, length_n, parts):
     """The advantages of --adv_estimator; a result that cannot be used stops the script with one line."""
     what = f"--adv_estimator {spec}"
     with one_line_errors():
-        [adv_n] = looked_at(what, load_variant("adv_estimator", spec), score_n, group_n, length_n, parts)
+        adv_n, *more = looked_at(what, load_variant("adv_estimator", spec), score_n, group_n, length_n, parts)
+        if more or not adv_n.is_floating_point():
+            raise ValueError(f"{what} must return one tensor of floats")
     return adv_n
+
+
+def check_estimator(spec):
+    """Try it on two groups of four, before a model is loaded."""
+    import torch
+
+    scores = [1.0, 0.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.0]
+    group_n = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    estimated(spec, torch.tensor(scores), group_n, 1 + group_n, [(1.0, scores)])
 
 
 def check_loss(loss, spec):
@@ -112,8 +123,11 @@ def check_loss(loss, spec):
     import torch  # here, because names are checked before it is loaded
 
     what = f"--policy_loss {spec}"
-    logp_nt, ones_nt = torch.zeros(2, 3, requires_grad=True), torch.ones(2, 3)
-    found = looked_at(what, loss, logp_nt, -ones_nt, ones_nt, ones_nt.bool())
+    logp_nt = torch.tensor([[-0.1, -2, -5], [-1, -0.5, -3]], requires_grad=True)
+    old_nt = torch.tensor([[-0.2, -1, -3], [-1, -4, -0.1]])
+    adv_nt = torch.tensor([[2.0], [-3]]) * torch.ones(2, 3)
+    mask_nt = torch.tensor([[True, True, True], [True, True, False]])
+    found = looked_at(what, loss, logp_nt, old_nt, adv_nt, mask_nt)
     if len(found) != 3 or not found[0].requires_grad:
         raise ValueError(f"{what} must return three tensors [N, T], first a loss with a gradient")
 
