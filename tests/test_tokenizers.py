@@ -233,7 +233,7 @@ def test_a_tokenizer_in_plain_python():
 
 
 def test_a_clean_up_of_spaces_is_saved_as_it_came(tiny, tmp_path):
-    """Responses are decoded without it, so that a reward sees what was sampled."""
+    """Responses are decoded without it: a reward sees what was sampled."""
     start = shutil.copytree(tiny, tmp_path / "start")
     config = json.loads((start / "tokenizer_config.json").read_text())
     (start / "tokenizer_config.json").write_text(json.dumps(config | dict(clean_up_tokenization_spaces=True)))
