@@ -222,7 +222,8 @@ def test_a_page_in_its_run(tmp_path):
     assert "a run: #1: sft.py on Qwen/Qwen2.5-0.5B" in page.text and "2.2 min" in page.text
     assert "metrics.jsonl" in page.links and any(x.endswith("docs/guides/debugging.md") for x in page.links)
     titles = [attributes["title"] for tag, attributes in page.tags if tag == "code" and "title" in attributes]
-    assert any(title.startswith("SFT: sft_loss, before the update; --dft weighs its tokens; trained tokens") for title in titles)
+    meaning = "SFT: sft_loss, before the update; --dft weighs its tokens; trained tokens"
+    assert any(title.startswith(meaning) for title in titles)
 
 
 def test_meanings_and_durations():
