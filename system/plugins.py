@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,9 +40,7 @@ for name in ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "STACK"):
 for part in ("path", "logging", "collector", "numpy_errors", "device", "process_group"):
     SETTINGS.append((__name__, f"read_{part}", f"write_{part}"))
 STOPS = signal.SIGTERM, signal.SIGINT  # they end a run with a whole step, also while a guest is at work
-left = {}  # settings that guests have changed, as the last one left them
-variables = {}  # of the environment, the same; None: it was removed
-streams = {}  # of sys, the same
+kept = dict(settings={}, variables={}, streams={})  # what guests have changed, as the last one left it
 at_work = []  # the guest that is at work
 
 
@@ -59,16 +58,18 @@ class Lent:
 
 
 @contextmanager
-def guest(name):
+def guest(name, lasting=True):
     """Run a user's code in the block. After it the process is as it was before; the next block has again what
     guests have changed, as in a process of their own.
 
-    name: of the code, for the line that says what cannot be put back.
+    name: of the code, for the line that says what cannot be put back. lasting: False for what computes with
+    the settings of the run, as a loss.
     """
     if at_work:
         yield
         return
     at_work.append(name)
+    mine = kept if lasting else {part: {} for part in kept}
     process = os.getpid()
     leave = os._exit
 
@@ -79,6 +80,9 @@ def guest(name):
             raise SystemExit(f"os._exit({code})")
 
     os._exit = stay
+    thread = threading.current_thread()
+    was_daemon = thread.daemon
+    thread._daemonic = True  # as this one is new threads are: those that a guest leaves hold up no end
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     own_mask = os.umask(0o077)
     os.umask(own_mask)
@@ -89,26 +93,27 @@ def guest(name):
     for number in (0, 1, 2):
         with suppress(OSError):  # a process may have none
             copies[number] = os.dup(number)
-    for setting, value in left.items():
+    for setting, value in mine["settings"].items():
         with suppress(Exception):  # as in a directory that is gone
             put(setting, value)
-    for variable, value in variables.items():
+    for variable, value in mine["variables"].items():
         put_variable(variable, value)
     for stream_name, stream in own_streams.items():
-        setattr(sys, stream_name, streams.get(stream_name) or Lent(stream))
+        setattr(sys, stream_name, mine["streams"].get(stream_name) or Lent(stream))
     try:
         yield
     finally:
+        thread._daemonic = was_daemon
         os._exit = leave
         if os.getpid() != process:  # a fork that the guest has not ended: it must not go on as a second run
             leave(1)
-        lost = put_back(own, own_variables)
+        lost = put_back(own, own_variables, mine)
         os.umask(own_mask)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for stream_name, stream in own_streams.items():
             found = getattr(sys, stream_name)
             # what a guest has put there is kept: its end would close what it wraps
-            streams[stream_name] = None if type(found) is Lent else found
+            mine["streams"][stream_name] = None if type(found) is Lent else found
             setattr(sys, stream_name, stream)
         for number, copy in copies.items():
             os.dup2(copy, number)
@@ -120,29 +125,29 @@ def guest(name):
             raise SystemExit(f"error: {name} has changed what cannot be put back: {'; '.join(lost)}")
 
 
-def put_back(own, own_variables):
-    """Keep what a guest has changed for the next one, and undo it -> what cannot be undone."""
+def put_back(own, own_variables, mine):
+    """Undo what a guest has changed -> what cannot be undone. mine: what the next one has again."""
     lost = []
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
         signal.setitimer(timer, 0)
     theirs = read_settings()
-    left.clear()
+    mine["settings"].clear()
     for setting, value in own.items():
         found = theirs.get(setting)
         if same(found, value):
             continue
         if setting[-1] not in STOPS:
-            left[setting] = found
+            mine["settings"][setting] = found
         try:
             put(setting, value)
         except Exception as error:  # whatever a function of SETTINGS raises: the run ends with it
             lost.append(f"{setting[0]}.{setting[2]}: {error}")
-    variables.clear()
+    mine["variables"].clear()
     for variable in {*os.environ, *own_variables}:
         found = os.environ.get(variable)
         value = own_variables.get(variable)
         if found != value:
-            variables[variable] = found
+            mine["variables"][variable] = found
             put_variable(variable, value)
     return lost
 
@@ -247,12 +252,10 @@ def load_file(path, name):
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look there
     writes_none = sys.dont_write_bytecode
-    sys.dont_write_bytecode = (
-        True  # Python takes what it has compiled for a new text of the same second and size
-    )
+    # Python takes what it has compiled for a new text of the same second and size
+    sys.dont_write_bytecode = True
     try:
-        with guest(path):
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     finally:
         sys.dont_write_bytecode = writes_none
     return module
@@ -301,12 +304,16 @@ def looked_at(what, function, *given):
     except (Exception, SystemExit) as error:  # of a user's function
         raise ValueError(f"{what} raises {type(error).__name__}: {error}") from error
     found = found if isinstance(found, tuple) else (found,)
-    shape = given[1].shape
-    for x in found:
-        if not torch.is_tensor(x) or x.shape != shape:
-            raise ValueError(f"{what} must return tensors of shape {[*shape]}, as its second argument has")
-        if not x.isfinite().all():
-            raise ValueError(f"{what} returns a number that is not finite")
+    check_shapes(what, found, given[1].shape)
+    if not all(x.isfinite().all() for x in found):
+        raise ValueError(f"{what} returns a number that is not finite")
     if not all(map(torch.equal, own, before)):
         raise ValueError(f"{what} changes an argument in place: change a copy")
     return found
+
+
+def check_shapes(what, found, shape):
+    """ValueError unless a plug-in has returned tensors of this shape."""
+    for x in found:
+        if getattr(x, "shape", None) != shape:
+            raise ValueError(f"{what} must return tensors of shape {[*shape]}, as its second argument has")

@@ -83,6 +83,26 @@ def digits(solution_str, **_):
     return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
 
 
+def calm_loss(logp_nt, old_logp_nt, adv_nt, mask_nt):
+    return -adv_nt * (logp_nt - old_logp_nt).exp(), torch.zeros_like(logp_nt), torch.zeros_like(logp_nt)
+
+
+def bad_loss(logp_nt, old_logp_nt, adv_nt, mask_nt):
+    found = calm_loss(logp_nt, old_logp_nt, adv_nt, mask_nt)
+    misbehave()
+    return found
+
+
+def calm_adv(score_n, group_n, length_n, parts):
+    return score_n - score_n.mean()
+
+
+def bad_adv(score_n, group_n, length_n, parts):
+    found = calm_adv(score_n, group_n, length_n, parts)
+    misbehave()
+    return found
+
+
 class Env:
     def step(self, text):
         misbehave()

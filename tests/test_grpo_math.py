@@ -106,6 +106,22 @@ def test_a_loss_needs_a_gradient(tmp_path):
         load_loss(make_args(grpo, policy_loss=f"{file}:loss"), clip=grpo.policy_loss)
 
 
+def test_a_loss_keeps_its_shape_in_each_call(tmp_path):
+    """Squeezed, one response would have the losses of all others added to its own."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def loss(logp_nt, old_logp_nt, adv_nt, mask_nt):\n"
+        "    loss_nt = -adv_nt * (logp_nt - old_logp_nt).exp()\n"
+        "    return loss_nt.squeeze(), 0 * loss_nt, 0 * loss_nt\n"
+    )
+    _, loss = load_loss(make_args(grpo, policy_loss=f"{file}:loss"), clip=grpo.policy_loss)
+    logp_nt = f64([-1, -2], [-3, -1])
+    loss(logp_nt, logp_nt, logp_nt, logp_nt < 0)
+    one = logp_nt[:, :1]
+    with pytest.raises(SystemExit, match=r"must return tensors of shape \[2, 1\]"):
+        loss(one, one, one, one < 0)
+
+
 def test_every_variant_has_numbers_a_gradient_and_a_row():
     """And takes what the others of its flag take: else no flag knows it."""
     variants = {name: flag for flag in OF_SCRIPTS for name in known(flag)}

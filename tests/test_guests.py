@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 
 import numpy.random  # noqa: F401 - whose state a guest may change
 import pyarrow.parquet as pq
@@ -148,6 +149,16 @@ def test_a_fork_that_a_guest_leaves_is_no_second_run(tmp_path):
     assert [os.waitstatus_to_exitcode(end) for end in ends] == [1] * 4
 
 
+def test_a_thread_that_a_guest_leaves_holds_up_no_end():
+    """Python waits at its end for threads that are no daemons."""
+    end = threading.Event()
+    with plugins.guest("serves"):
+        thread = threading.Thread(target=end.wait)
+        thread.start()
+    assert thread.daemon and not threading.current_thread().daemon
+    end.set()
+
+
 def test_a_stream_that_a_guest_has_wrapped(capfd):
     """Its end would close what it wraps; the guest has it again, and the run its own."""
     with plugins.guest("wraps"):
@@ -159,7 +170,7 @@ def test_a_stream_that_a_guest_has_wrapped(capfd):
         print("of the guest")
         sys.stdout.detach()
         sys.stdout = plugins.Lent(sys.__stdout__)
-    assert plugins.streams["stdout"] is None
+    assert plugins.kept["streams"]["stdout"] is None
     assert "of the run" in capfd.readouterr().out
 
 

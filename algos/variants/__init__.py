@@ -19,11 +19,11 @@ import ast
 import inspect
 from collections import defaultdict
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 
 from system.arguments import fail, one_line_errors
-from system.plugins import load_from, looked_at
+from system.plugins import check_shapes, guest, load_from, looked_at
 
 HERE = Path(__file__).parent
 TAKES = dict(policy_loss="logp_nt old_logp_nt adv_nt mask_nt", adv_estimator="score_n group_n length_n parts")
@@ -61,7 +61,18 @@ def load_variant(flag, spec):
     more = [*inspect.signature(function).parameters.values()] if callable(function) else []
     if [p.name for p in more[:4]] != names or any(p.default is p.empty for p in more[4:]):
         raise ValueError(f"--{flag} {spec} must be a function of {', '.join(names)}; more needs a default")
-    return function
+    return as_guest(function, f"--{flag} {spec}") if ":" in spec else function
+
+
+def as_guest(function, what):
+    """A user's function of tensors, which changes nothing of the run."""
+
+    @wraps(function)
+    def call(*given, **more):
+        with guest(what, lasting=False):
+            return function(*given, **more)
+
+    return call
 
 
 def load_loss(args, clip):
@@ -90,7 +101,16 @@ def load_loss(args, clip):
     if average not in AVERAGES or (average != "token-mean" and "loss_agg" not in flags):
         fail(f"--policy_loss {spec} averages by {average}, which this script does not know")
     missing = {flag: x for flag, x in defaults.items() if flags.get(flag, 0) is None}
-    return replace(args, **missing), partial(loss, **bounds)
+    loss = partial(loss, **bounds)
+
+    def shaped(*given):
+        """The loss, if it keeps to its promise in each call: another shape would be broadcast."""
+        found = loss(*given)
+        with one_line_errors():
+            check_shapes(f"--policy_loss {spec}", found, given[0].shape)
+        return found
+
+    return replace(args, **missing), shaped if ":" in spec else loss
 
 
 def members(group_n):

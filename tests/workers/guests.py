@@ -29,6 +29,8 @@ def main(model, data, out, *names):
             )
             words = words.replace("MODEL", model)
             words += f" --reward_fn {' '.join(f'{REWARD}:{x}' for x in rewards.split())}"
+            if name in ("grpo", "agent"):
+                words += f" --policy_loss {REWARD}:{kind}_loss --adv_estimator {REWARD}:{kind}_adv"
             if name == "agent":
                 words = words.replace("--env none", f"--env {REWARD}:Env")
             script.main(script.Args(**script.parse(script.Args, words.split())))
