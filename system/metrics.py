@@ -118,7 +118,7 @@ def speed_metrics(lengths, policy, timing, dtype, trained=None):
         "perf/max_memory_allocated_gb": (torch.cuda.max_memory_allocated() - sampler_memory()) / 2**30,
         "perf/cpu_memory_used_gb": psutil.virtual_memory().used / 2**30,
     }
-    metrics |= merge_error(policy.lm, policy.lm.config.dtype)
+    metrics |= merge_error(policy.lm)
     if "update_actor" in timing:
         flops = training_flops(policy.lm, trained or tokens, lengths)
         speed = flops / timing["update_actor"] / ranks

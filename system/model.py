@@ -193,9 +193,8 @@ def read_weights(lm, full):
         dist.broadcast(buffer, 0)
         layer, _, end = name.rpartition(".")
         setattr(lm.get_submodule(layer), end, buffer.to(compute_device()))
-    if full:  # saved with the weights; the generation config may name more EOS tokens
-        lm.file_dtypes = full.file_dtypes
-    if full and lm.can_generate():
+    lm.file_dtypes = of_first(full and full.file_dtypes)  # of hf/
+    if full and lm.can_generate():  # it may name more EOS tokens
         lm.generation_config = full.generation_config
 
 
@@ -261,20 +260,23 @@ def whole_weights(lm, dtype, skipped=()):
 
 
 @torch.no_grad()
-def merge_error(lm, dtype):
-    """What rounding to a dtype takes from the update of LoRA: the norm of the error over that of the update.
+def merge_error(lm, dtype=None):
+    """What rounding takes from the update of LoRA: the norm of the error over that of the update.
 
-    Of about eight layers; {} without adapters. A collective.
+    dtype: of the sampler; none: of hf/, that of each weight in its file. Of about eight layers; {} without
+    adapters. A collective.
     """
-    layers = [x for x in lm.modules() if hasattr(x, "lora_A") and x.base_layer.weight.is_floating_point()]
+    layers = [(name, x) for name, x in lm.named_modules() if hasattr(x, "lora_A")]
+    layers = [(name, x) for name, x in layers if x.base_layer.weight.is_floating_point()]  # not --qlora
     error = 0.0
     update = 0.0
-    for layer in layers[:: max(len(layers) // 8, 1)]:
+    for name, layer in layers[:: max(len(layers) // 8, 1)]:
+        rounded = dtype or lm.file_dtypes.get(f"{name}.weight", lm.config.dtype)
         weight = layer.base_layer.weight
         if isinstance(weight, DTensor):
             weight = weight.to(compute_device()).full_tensor()
         change = merged_weight(layer, torch.zeros_like(weight))
-        merged = merged_weight(layer, weight).to(dtype).float() - weight.to(dtype).float()
+        merged = merged_weight(layer, weight).to(rounded).float() - weight.to(rounded).float()
         error += (merged - change).square().sum().item()
         update += change.square().sum().item()
     return {"lora/merge_error": math.sqrt(error / update)} if update else {}

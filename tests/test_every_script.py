@@ -90,6 +90,9 @@ def test_adapters_of_every_script(script, mesh, tmp_path):
     expected = (error.norm() / update.norm()).item()
     found = merge_error(lm, torch.bfloat16)["lora/merge_error"]
     assert found == pytest.approx(expected, rel=0.3) and 1e-4 < found < 0.1
+    assert merge_error(lm)["lora/merge_error"] == found
+    lm.file_dtypes = dict.fromkeys(weights, torch.float32)
+    assert merge_error(lm)["lora/merge_error"] < 1e-4
     assert weights.keys() ^ files.keys() == ({"score.weight", "lm_head.weight"} if script is rm else set())
     for name in weights.keys() & files.keys():
         expected = files[name].float()
