@@ -1,51 +1,55 @@
 """A user's code, which a flag names as FILE.py:NAME. It is a guest: it changes nothing but its result."""
 
+import faulthandler
+import functools
 import gc
 import importlib.util
+import itertools
 import locale
 import logging
+import multiprocessing
 import os
 import resource
 import signal
 import sys
 import threading
+import warnings
 import zlib
+from concurrent.futures import thread as pools
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-SETTINGS = [  # what a process has once, and any code may change: a module, its functions that read and set it
+# What a process has once, and any code may change: a module, its functions that read and set it, and what
+# both are given first. Further ones: `paired`.
+SETTINGS = [
     ("os", "getcwd", "chdir"),
-    ("sys", "getrecursionlimit", "setrecursionlimit"),
-    ("sys", "get_int_max_str_digits", "set_int_max_str_digits"),
-    ("sys", "getswitchinterval", "setswitchinterval"),
+    ("os", "getpgid", "setpgid", 0),
+    ("os", "sched_getaffinity", "sched_setaffinity", 0),
     ("locale", "setlocale", "setlocale", locale.LC_ALL),
-    ("random", "getstate", "setstate"),
-    ("numpy.random", "get_state", "set_state"),
-    ("torch", "get_rng_state", "set_rng_state"),
-    ("torch", "is_grad_enabled", "set_grad_enabled"),
-    ("torch", "get_default_dtype", "set_default_dtype"),
-    ("torch", "is_anomaly_enabled", "set_anomaly_enabled"),
-    ("torch", "get_num_threads", "set_num_threads"),
-    ("torch", "get_float32_matmul_precision", "set_float32_matmul_precision"),
-    ("torch", "get_deterministic_debug_mode", "set_deterministic_debug_mode"),
     ("torch", "is_autocast_enabled", "set_autocast_enabled", "cpu"),
     ("torch", "is_autocast_enabled", "set_autocast_enabled", "cuda"),
-    ("socket", "getdefaulttimeout", "setdefaulttimeout"),
 ]
-SETTINGS += [
-    ("signal", "getsignal", "signal", x) for x in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}
-]
+for number in {*signal.Signals} - {signal.SIGKILL, signal.SIGSTOP}:
+    SETTINGS.append(("signal", "getsignal", "signal", number))
 for name in ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "STACK"):
     SETTINGS.append(("resource", "getrlimit", "setrlimit", getattr(resource, f"RLIMIT_{name}")))
-for part in ("path", "logging", "collector", "numpy_errors", "device", "process_group"):
+for backend in ("generic", "cuda", "mkldnn"):
+    for products in ("all", "matmul", "conv", "rnn"):
+        functions = "_get_fp32_precision_getter", "_set_fp32_precision_setter"
+        SETTINGS.append(("torch._C", *functions, backend, products))
+for part in ("path", "warnings", "logging", "collector", "device", "process_group"):
     SETTINGS.append((__name__, f"read_{part}", f"write_{part}"))
+PAIRED = "sys", "gc", "random", "socket", "numpy", "numpy.random", "torch", "torch._C", "torch.backends.cuda"
+# not these: it slows down all that follows (`write_device`), or may be set once
+UNPAIRED = "set_default_device", "set_num_interop_threads"
 STOPS = signal.SIGTERM, signal.SIGINT  # they end a run with a whole step, also while a guest is at work
 kept = dict(settings={}, variables={}, streams={})  # what guests have changed, as the last one left it
 at_work = []  # the guest that is at work
 
 
 class Lent:
-    """A stream of the run, which a guest cannot close."""
+    """A stream of the run, which a guest can neither close nor change."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -55,6 +59,12 @@ class Lent:
 
     def close(self):
         """The run still needs it."""
+
+    def reconfigure(self, **_):
+        """The run writes in its own encoding."""
+
+    def detach(self):
+        return self.stream.buffer
 
 
 @contextmanager
@@ -80,9 +90,11 @@ def guest(name, lasting=True):
             raise SystemExit(f"os._exit({code})")
 
     os._exit = stay
-    thread = threading.current_thread()
-    was_daemon = thread.daemon
-    thread._daemonic = True  # as this one is new threads are: those that a guest leaves hold up no end
+    watch = faulthandler.dump_traceback_later
+    faulthandler.dump_traceback_later = lambda *_, **__: None  # a process has one, which is the run's
+    here = threading.current_thread()
+    was_daemon = here.daemon
+    here._daemonic = True  # so new threads are, too: those that a guest leaves hold up no end
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     own_mask = os.umask(0o077)
     os.umask(own_mask)
@@ -103,8 +115,9 @@ def guest(name, lasting=True):
     try:
         yield
     finally:
-        thread._daemonic = was_daemon
+        here._daemonic = was_daemon
         os._exit = leave
+        faulthandler.dump_traceback_later = watch
         if os.getpid() != process:  # a fork that the guest has not ended: it must not go on as a second run
             leave(1)
         lost = put_back(own, own_variables, mine)
@@ -123,6 +136,18 @@ def guest(name, lasting=True):
         at_work.clear()
         if lost:
             raise SystemExit(f"error: {name} has changed what cannot be put back: {'; '.join(lost)}")
+
+
+def let_go():
+    """Leave behind what guests have left, threads of pools and processes: Python would wait for them."""
+    for worker in [*pools._threads_queues]:
+        if worker.daemon:
+            del pools._threads_queues[worker]
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+threading._register_atexit(let_go)  # before those of concurrent.futures and multiprocessing
 
 
 def put_back(own, own_variables, mine):
@@ -154,11 +179,30 @@ def put_back(own, own_variables, mine):
 
 def read_settings():
     found = {}
-    for setting in SETTINGS:
+    pairs = [paired(name) for name in PAIRED if name in sys.modules]
+    for setting in itertools.chain(*pairs, SETTINGS):
         module, read, _, *which = setting
         if module in sys.modules:
-            with suppress(OSError):  # a directory that is gone
+            with suppress(Exception):  # a directory that is gone, a precision that is set in two ways
                 found[setting] = getattr(sys.modules[module], read)(*which)
+    return found
+
+
+@functools.cache
+def paired(name):
+    """The settings of a module whose functions have names as get_x and set_x."""
+    module = sys.modules[name]
+    found = []
+    for write in sorted({*dir(module)} - {*UNPAIRED}):
+        readers = write.replace("set", "get", 1), write.replace("set", "is", 1)
+        if write.startswith("enable_"):
+            readers = (write.removeprefix("enable_") + "_enabled",)
+        elif not write.startswith(("set", "_set")):
+            continue
+        for read in filter(partial(hasattr, module), readers):
+            with suppress(Exception), warnings.catch_warnings(action="error"):  # of what is deprecated
+                getattr(module, read)()
+                found.append((name, read, write))
     return found
 
 
@@ -168,6 +212,15 @@ def read_path():
 
 def write_path(value):
     sys.path[:] = value
+
+
+def read_warnings():
+    return list(warnings.filters)
+
+
+def write_warnings(value):
+    warnings.resetwarnings()
+    warnings.filters.extend(value)
 
 
 def read_logging():
@@ -199,15 +252,6 @@ def write_collector(on):
         gc.disable()
 
 
-def read_numpy_errors():
-    return sys.modules["numpy"].geterr() if "numpy" in sys.modules else None
-
-
-def write_numpy_errors(value):
-    if value:
-        sys.modules["numpy"].seterr(**value)
-
-
 def read_device():
     return sys.modules["torch"].get_default_device() if "torch" in sys.modules else None
 
@@ -228,8 +272,17 @@ def write_process_group(value):
 
 
 def put(setting, value):
-    module, _, write, *which = setting
-    getattr(sys.modules[module], write)(*which, value)
+    module, _, name, *which = setting
+    write = getattr(sys.modules[module], name)
+    try:
+        write(*which, value)
+    except (TypeError, ValueError, RuntimeError):
+        if isinstance(value, dict):
+            write(**value)
+        elif isinstance(value, tuple):
+            write(*value)
+        else:
+            raise
 
 
 def put_variable(name, value):

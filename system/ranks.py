@@ -12,6 +12,7 @@ import torch.distributed as dist
 from system.arguments import fail
 from system.cpu import keep_freed_memory
 from system.gpu import compute_device, unused_gpu
+from system.plugins import let_go
 
 TIMEOUT_S = 3600  # seconds that a rank waits for the others
 
@@ -72,6 +73,7 @@ def leave(code=0):
     """End the process together with the other ranks: the last call of a script."""
     # Python's own end would abort if a thread of gloo still has a tensor (pytorch PR 179291)
     dist.barrier()
+    let_go()
     atexit._run_exitfuncs()  # of libraries: W&B sends its last metrics in one
     sys.stdout.flush()
     os._exit(code)

@@ -101,9 +101,10 @@ def program(args):
 
 def saved(checkpoint):
     """The flags of the run of a checkpoint, and `content` of then."""
-    flags = read_dict(checkpoint.parents[1] / "args.json")
+    found = read_dict(checkpoint / "trainer_state.json").get("content", {})
+    flags = found.get("flags") or read_dict(checkpoint.parents[1] / "args.json")  # of an older one
     flags.pop("program", None)
-    return flags, read_dict(checkpoint / "trainer_state.json").get("content", {})
+    return flags, found
 
 
 def read_dict(path):
@@ -165,10 +166,10 @@ def changed_files(before, now):
 
 
 def content(args):
-    """What a checkpoint keeps of a run: its program, and {flag: digests} of the models and files it reads."""
+    """What a checkpoint keeps of a run: program, flags, {flag: digests} of the models and files it reads."""
     if int(os.environ.get("RANK", 0)):  # the first rank reads, and speaks
         return {}
-    found = dict(program=program(args))
+    found = dict(program=program(args), flags=asdict(args))
     for flag, value in vars(args).items():
         if flag not in MODELS and flag not in FILES:
             continue

@@ -60,6 +60,9 @@ class Run:
         self.save_first()
         if error is None:
             self.close()
+            return
+        for number in (signal.SIGTERM, signal.SIGINT):  # nothing is left to save
+            signal.signal(number, signal.SIG_DFL)
 
     def plan(self, total_steps, summary):
         """Say what the run has read; end it here, before a model is loaded, if it has all its steps.

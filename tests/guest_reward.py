@@ -1,5 +1,6 @@
 """A reward that does, at import and in each call, whatever a user's code might do to the process of a run."""
 
+import faulthandler
 import gc
 import logging.config
 import os
@@ -9,6 +10,8 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
+import warnings
 from contextlib import suppress
 
 import numpy as np
@@ -43,7 +46,16 @@ def misbehave():
     np.seterr(all="raise")
     torch.autograd.set_detect_anomaly(True)
     logging.disable()
+    warnings.simplefilter("error")
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.fp32_precision = "tf32"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    sys.setprofile(lambda *_: None)
+    faulthandler.dump_traceback_later(0.05, exit=True)
+    threading.Thread(target=threading.Event().wait).start()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    sys.stdout.reconfigure(encoding="ascii")
+    sys.stderr.detach()
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         stream.close()
     for number in (0, 1, 2):

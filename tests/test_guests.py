@@ -89,9 +89,13 @@ def test_guests_have_settings_of_their_own():
     with plugins.guest("score"):
         theirs = plugins.read_settings()
         assert os.environ["WORLD_SIZE"] == "7" and "PATH" not in os.environ
-        different = {key for key, value in theirs.items() if not plugins.same(value, own[0].get(key))}
+        different = {key[2] for key, value in theirs.items() if not plugins.same(value, own[0].get(key))}
         reward("x", {})
-    assert len(different) == 19
+    expected = "chdir write_path set_grad_enabled set_default_dtype write_device set_num_threads setstate"
+    expected += " set_float32_matmul_precision set_deterministic_debug_mode set_autocast_enabled seterr"
+    expected += " setdefaulttimeout setrecursionlimit write_collector set_anomaly_enabled setrlimit"
+    expected += " write_logging write_warnings enable_flash_sdp _set_fp32_precision_setter setprofile"
+    assert {*expected.split()} <= different
     now = plugins.read_settings(), dict(os.environ), sys.stdin, sys.stdout, sys.stderr
     assert now[1:] == own[1:]
     for key, value in own[0].items():
@@ -102,7 +106,8 @@ def test_guests_have_settings_of_their_own():
     with plugins.guest("calm"):
         os.chdir("/")
         for key, value in own[0].items():
-            plugins.put(key, value)
+            if key[2] in different:
+                plugins.put(key, value)
 
 
 def test_what_cannot_be_put_back_names_the_guest(tmp_path, monkeypatch):

@@ -204,21 +204,41 @@ def test_a_copy_without_links_goes_on(begun, tmp_path):
 
 def test_flags_of_one_side_count(begun, tmp_path):
     """A run of a version with a flag that is gone, and one from before a flag: then it had its default."""
-    file = tmp_path / "run/args.json"
-    saved = json.loads(file.read_text())
-    file.write_text(json.dumps({key: value for key, value in saved.items() if key != "kl_kind"}))
+    file = tmp_path / "run/checkpoints/step_000001/trainer_state.json"
+    state = json.loads(file.read_text())
+    flags = state["content"]["flags"]
+
+    def begin(flags):
+        file.write_text(json.dumps(state | dict(content=state["content"] | dict(flags=flags))))
+
+    begin({key: value for key, value in flags.items() if key != "kl_kind"})
     assert resume.open_run(begun)
     with pytest.raises(SystemExit, match=r"--kl_kind k3\+ there, k1 now"):
         resume.open_run(replace(begun, kl_kind="k1"))
-    file.write_text(json.dumps(saved | dict(kl_kind="k3")))  # another default, of a flag that was not read
+    begin(flags | dict(kl_kind="k3"))  # another default, of a flag that was not read
     assert resume.open_run(begun)
     with pytest.raises(SystemExit, match=r"--kl_kind k3 there, k3\+ now; --use_kl_loss"):
         resume.open_run(replace(begun, use_kl_loss=True))
-    file.write_text(json.dumps({key: value for key, value in saved.items() if key != "chat_template_kwargs"}))
+    begin({key: value for key, value in flags.items() if key != "chat_template_kwargs"})
     assert resume.open_run(begun)
-    file.write_text(json.dumps(saved | dict(gone=2)))
+    begin(flags | dict(gone=2))
     with pytest.raises(SystemExit, match="--gone 2 there, not a flag now"):
         resume.open_run(begun)
+
+
+@pytest.mark.parametrize("lost", ("args.json", "flags"))
+def test_flags_are_compared_without_args_json(begun, tmp_path, lost):
+    """A checkpoint has them; one of an older version does not."""
+    file = tmp_path / "run/checkpoints/step_000001/trainer_state.json"
+    if lost == "flags":
+        state = json.loads(file.read_text())
+        del state["content"]["flags"]
+        file.write_text(json.dumps(state))
+    else:
+        (tmp_path / "run/args.json").unlink()
+    assert resume.open_run(begun)
+    with pytest.raises(SystemExit, match="--seed 1 there, 7 now"):
+        resume.open_run(replace(begun, seed=7))
 
 
 def test_what_is_no_line_of_metrics_goes(tmp_path):
