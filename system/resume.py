@@ -38,7 +38,10 @@ def open_run(args):
     if args.resume == "never" and (out / "args.json").exists():
         fail(f"--output_dir {out} already holds a run: choose another, or resume it by --resume auto")
     checkpoint = newest(out)
-    refuse_other_program(out, checkpoint, args, f"--output_dir {out} holds")
+    remedy = "choose another"
+    if checkpoint:
+        remedy += f"; its weights are {checkpoint}/hf"
+    refuse_other_program(out, checkpoint, args, f"--output_dir {out} holds", remedy)
     if checkpoint:  # the same command resumes its own run
         changes = differences(checkpoint, args, MAY_CHANGE)
         if changes:
@@ -53,7 +56,8 @@ def open_run(args):
     checkpoint = Path(args.resume).resolve()
     if not (checkpoint / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
-    refuse_other_program(checkpoint.parents[1], checkpoint, args, f"--resume {args.resume} is of")
+    remedy = f"to begin with its weights, pass --model {checkpoint}/hf in its place"
+    refuse_other_program(checkpoint.parents[1], checkpoint, args, f"--resume {args.resume} is of", remedy)
     changes = differences(checkpoint, args, MAY_CHANGE | DATA)
     if changes:
         fail(f"--resume {args.resume} is of a run with other arguments ({changes}): pass those")
@@ -79,17 +83,15 @@ def without_links(name):
     return name
 
 
-def refuse_other_program(out, checkpoint, args, what):
+def refuse_other_program(out, checkpoint, args, what, remedy):
     """Stop where a run is one of another script: other mathematics, whatever its flags.
 
     checkpoint: of that run, None: it has none.
     """
     now = program(args)
     before = read_dict(out / "args.json").get("program", now)
-    remedy = "choose another --output_dir"
     if checkpoint:
         before = saved(checkpoint)[1].get("program", before)
-        remedy += f"; its weights are {checkpoint}/hf"
     if before != now:
         fail(f"{what} a run of {before}, this is {now}: {remedy}")
 

@@ -142,7 +142,10 @@ def losses(out):
 
 
 def state(out, step):
-    return json.loads((out / f"checkpoints/step_{step:06d}/trainer_state.json").read_text())
+    """What a checkpoint has of its run, but for flags: runs that are compared have directories of their own."""
+    found = json.loads((out / f"checkpoints/step_{step:06d}/trainer_state.json").read_text())
+    del found["content"]["flags"]
+    return found
 
 
 def offline_flags(model, data, out, **changes):
