@@ -142,7 +142,7 @@ def losses(out):
 
 
 def state(out, step):
-    """What a checkpoint has of its run, but for flags: runs that are compared have directories of their own."""
+    """What a checkpoint has of its run, without flags: runs that are compared have other directories."""
     found = json.loads((out / f"checkpoints/step_{step:06d}/trainer_state.json").read_text())
     del found["content"]["flags"]
     return found
