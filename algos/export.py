@@ -130,7 +130,7 @@ def main(args):
         sys.exit(f"error: {args.output} exists: choose another directory, or remove it")
     checkpoint = found[0].resolve()
     try:
-        run = json.loads((checkpoint.parents[1] / "args.json").read_text())
+        run = json.loads((checkpoint.parent.parent / "args.json").read_text())
         if args.adapters and not run.get("lora_rank"):
             raise ValueError(f"--adapters: {checkpoint} has none, the run was without --lora_rank")
         with replacing(args.output) as new:

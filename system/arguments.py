@@ -361,6 +361,10 @@ def no_model(values, flags=MODELS, file="config.json"):
                 return f"--{flag} {name}: adapters alone: merge them first, see docs/guides/lora.md"
             if "data" not in values and os.path.isdir(f"{name}/checkpoints/latest/hf"):
                 return f"--{flag} {name}: a run; its model is {name}/checkpoints/latest/hf"
+            from system.files import cut_file  # it imports this module
+
+            if os.path.isdir(name) and (cut := cut_file(Path(name))):
+                return f"--{flag} {name}: {cut} is missing or damaged: copy or download it again"
             import huggingface_hub as hub  # takes 0.5 s
 
             try:  # one request: the hub's own downloads try for 20 s

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 
 from system.arguments import fail
 from system.families import add_older_names, save_tokenizer
-from system.files import share_weights
+from system.files import share_weights, steps_in, to_disk
 from system.ranks import of_first
 
 TRAINED = dcp_state.StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -77,7 +77,7 @@ def write_checkpoint(out, model, keep, state, models, optimizers, tokenizer, who
     problem = None
     try:
         if rank0:
-            shutil.rmtree(path, ignore_errors=True)  # left by an earlier attempt
+            remove(path)  # left by an earlier attempt
         dist.barrier()
         dcp.save(content, checkpoint_id=path / "dcp")  # all ranks fail, or none
         if rank0:
@@ -86,6 +86,7 @@ def write_checkpoint(out, model, keep, state, models, optimizers, tokenizer, who
             save_tokenizer(tokenizer, model, path / "hf")
             # the last file: a directory without it is unfinished
             (path / "trainer_state.json").write_text(json.dumps(state))
+            to_disk(path)
             point_latest_at(path, keep)
     except (dcp.CheckpointException, OSError, safetensors.SafetensorError) as error:
         problem = in_one_line(error)
@@ -127,6 +128,13 @@ def point_latest_at(path, keep):
         latest.rename(root / ".copy")
         shutil.rmtree(root / ".copy")
     link.replace(latest)
-    done = sorted(old for old in root.glob("step_*") if old <= path)
+    steps = steps_in(root)
+    done = steps[: steps.index(path) + 1]
     for old in done[:-keep] if keep else ():
-        shutil.rmtree(old)
+        remove(old)
+
+
+def remove(checkpoint):
+    """Delete a checkpoint; its last file first: one that is half deleted counts as unfinished."""
+    (checkpoint / "trainer_state.json").unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)

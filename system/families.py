@@ -5,21 +5,34 @@ Of a model with encoders, of images for instance, text trains the language model
 
 import copy
 import inspect
+import itertools
 import json
 import math
 import re
 import shutil
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import load_state_dict
@@ -29,7 +42,7 @@ from transformers.utils import cached_file
 
 from data_prep.lib.source import Source
 from system.arguments import fail
-from system.files import ABOUT
+from system.files import ABOUT, files_of
 
 PLAIN = {  # language models that differ only in the positions of images: type, and class in vLLM
     "qwen2_vl_text": "Qwen2ForCausalLM",
@@ -197,7 +210,8 @@ def from_files(auto, model, **changes):
     """
     whole = dequantised(AutoConfig.from_pretrained(model))
     options = dict(dtype="auto") | whole | changes
-    lm, found = auto.from_pretrained(model, output_loading_info=True, **options)
+    with nullcontext() if "quantization_config" in options else own_dtypes(model):
+        lm, found = auto.from_pretrained(model, output_loading_info=True, **options)
     if missing := sorted({*found["missing_keys"]} - {"score.weight"}):  # a new critic's head is random
         fail(f"{model}: its files lack weights of the model, {len(missing)} in all, such as {missing[0]}")
     if getattr(options.get("quantization_config"), "quant_method", None) == "compressed-tensors":
@@ -206,13 +220,12 @@ def from_files(auto, model, **changes):
         lm.apply(QuantizationMetadata.clear_quantization)  # scales
     if len(lm.all_tied_weights_keys) < len(lm.get_expanded_tied_weights_keys(all_submodels=True)):
         lm.config.tie_word_embeddings = False
+    lm._weight_conversions = None  # the names of hf/, whatever the files have
     lm.file_dtypes = {}
     if not whole:
         found = weights_of_files(model, lm)
         lm.file_dtypes = {name: x.dtype for name, (*_, x) in found.items()}
         say_left_out(lm, model, found)
-        if "quantization_config" not in changes:
-            read_rounded(lm, found)
     return lm
 
 
@@ -222,62 +235,67 @@ def directory_of(model):
 
 
 def weights_of_files(model, lm):
-    """{name: (file, its name there, weight on the meta device)} of a model's files.
+    """{name in hf/: (name in the model, file, name there, weight on the meta device)} of a model's files.
 
-    The name is that of the model: the files of a base model, as GPT-2's, lack its prefix.
+    Files may have other names, which transformers changes as it loads them: an older or newer version's, or
+    those of a base model, as GPT-2's, which lack the model's prefix.
     """
-    own = {}
-    if to_files(lm) is dict:  # else it has rules for names, prefixes too
-        own = lm.state_dict(keep_vars=True)
+    rules = get_model_conversion_mapping(lm)
+    renamings = [x for x in rules if isinstance(x, WeightRenaming)]
+    converters = [x for x in rules if not isinstance(x, WeightRenaming)]
+    own = lm.state_dict(keep_vars=True)
+    convert = to_files(lm)
+    names = {key: [*convert({key: x.to("meta")})] for key, x in own.items()}
     found = {}
     for file in files_of(directory_of(model)):
         for there, x in load_state_dict(str(file), map_location="meta").items():
-            longer = f"{lm.base_model_prefix}.{there}"
-            found[longer if there not in own and longer in own else there] = file, there, x
+            key, _ = rename_source_key(there, renamings, converters, lm.base_model_prefix, own)
+            # a weight of the model may be many in files, which share their ends with those of hf/
+            name = there
+            if key in names and there not in names[key]:
+                name = max(names[key], key=partial(shared_end, there))
+            found[name] = key, file, there, x
     return found
 
 
-def files_of(directory):
-    """The files of a directory that transformers reads for a model's weights."""
-    for whole in ("model.safetensors", "pytorch_model.bin"):
-        if (directory / whole).is_file():
-            return [directory / whole]
-        index = directory / f"{whole}.index.json"
-        if index.is_file():
-            names = json.loads(index.read_text())["weight_map"].values()
-            return [directory / name for name in sorted({*names})]
-    return []
+def shared_end(one, other):
+    """How many characters the ends of two names share."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(reversed(one), reversed(other)))
+    return len([*same])
 
 
 def say_left_out(lm, model, found):
     """Say which weights of the files transformers does not load; buffers, which it makes itself, are none."""
     patterns = lm._keys_to_ignore_on_load_unexpected or ()
-    lost = [
-        name for name, (*_, x) in found.items() if x.dim() > 1 and any(re.search(y, name) for y in patterns)
-    ]
+    matrices = [name for _, _, name, x in found.values() if x.dim() > 1]
+    lost = [name for name in matrices if any(re.search(pattern, name) for pattern in patterns)]
     if lost:
         print(f"{model}: {len(lost)} weights are neither trained nor saved: {lost[0]} ...", file=sys.stderr)
 
 
-def read_rounded(lm, found):
-    """Read again the weights that loading has rounded: its files have them in a wider dtype."""
-    convert = to_files(lm)
-    loaded = {}
-    for name, exact in wider_weights(found, lm.dtype):
-        if not loaded:
-            loaded = {tuple(convert({key: x})): x for key, x in lm.state_dict(keep_vars=True).items()}
-        x = loaded.get((name,))
-        if x is not None and x.shape == exact.shape and torch.equal(exact.to(x.dtype), x):
-            x.data = exact
+@contextmanager
+def own_dtypes(model):
+    """Load weights in the dtypes of their files while the block lasts, where these are wider than its own."""
+    usual = PreTrainedModel._get_dtype_plan
+
+    def plan(lm, dtype):
+        found = usual(lm, dtype)
+        for key, *_, x in weights_of_files(model, lm).values():
+            if torch.promote_types(x.dtype, dtype) != dtype:
+                found[f"^{re.escape(key)}$"] = x.dtype
+        return found
+
+    PreTrainedModel._get_dtype_plan = plan
+    try:
+        yield
+    finally:
+        PreTrainedModel._get_dtype_plan = usual
 
 
 def wider_weights(found, dtype):
-    """Yield names and weights that files have in a wider dtype than this one.
-
-    found: of `weights_of_files`.
-    """
+    """Yield names in hf/ and weights that files have in a wider dtype. found: of `weights_of_files`."""
     wide = {}
-    for name, (file, there, x) in found.items():
+    for name, (_, file, there, x) in found.items():
         if torch.promote_types(x.dtype, dtype) != dtype:
             wide.setdefault(file, {})[name] = there
     for file, names in wide.items():
@@ -310,16 +328,33 @@ def hf_overrides(config, sees):
             text.rope_parameters.pop(name, None)
     text.architectures = [architecture]
     text.tie_word_embeddings = getattr(text, "tie_word_embeddings", config.tie_word_embeddings)
+    untied = text.tie_word_embeddings and has_own_head(config.name_or_path)
     alone = not sees and wrapped(config) and architecture in ModelRegistry.get_supported_archs()
 
     def change(given):
         changed = text if alone else given
         for part in (changed, changed.get_text_config()):
             part.__dict__.pop("quantization_config", None)  # a sync brings whole weights
+            if untied:
+                part.tie_word_embeddings = False
         changed.head_dtype = "float32"  # of the output layer, as in the trainer
         return changed
 
     return change
+
+
+def has_own_head(model):
+    """Whether files have an output layer that is not the embedding, whatever the configuration says."""
+    found = {}
+    for file in files_of(directory_of(model)):
+        if file.suffix != ".safetensors":  # torch's files have both names, of one weight
+            return False
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 - it is no dict
+                for end in ("lm_head.weight", "embed_tokens.weight"):
+                    if name.endswith(end):
+                        found[end] = weights.get_tensor(name)
+    return len(found) == 2 and not torch.equal(*found.values())
 
 
 def vllm_names(weights, config, vllm_config):

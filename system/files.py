@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import platform
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,6 +52,52 @@ def share_weights(directory):
     """Give weights the mode of other files; safetensors sets 0600."""
     for file in directory.glob("*.safetensors"):
         file.chmod(directory.stat().st_mode & 0o666)
+
+
+def files_of(directory):
+    """The files of a directory that transformers reads for a model's weights."""
+    for whole in ("model.safetensors", "pytorch_model.bin"):
+        if (directory / whole).is_file():
+            return [directory / whole]
+        index = directory / f"{whole}.index.json"
+        if index.is_file():
+            names = json.loads(index.read_text())["weight_map"].values()
+            return [directory / name for name in sorted({*names})]
+    return []
+
+
+def cut_file(directory):
+    """The name of a file of a model's weights that is missing, cut or damaged, as after a broken download."""
+    try:
+        files = files_of(directory)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return "the index of its weights"
+    for file in files:
+        if not file.is_file():
+            return file.name
+        if file.suffix != ".safetensors":
+            continue
+        with file.open("rb") as opened, contextlib.suppress(ValueError, LookupError, TypeError):
+            begin = 8 + int.from_bytes(opened.read(8), "little")  # of the weights, behind a header in JSON
+            header = json.loads(opened.read(min(begin - 8, 10**8)))
+            ends = [x["data_offsets"][1] for name, x in header.items() if name != "__metadata__"]
+            if file.stat().st_size == begin + max(ends):
+                continue
+        return file.name
+
+
+def steps_in(checkpoints):
+    """The directories of steps, the oldest first. Others beside them are a user's own."""
+    steps = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
+    return sorted(filter(Path.is_dir, steps), key=lambda path: int(path.name[5:]))
+
+
+def to_disk(directory):
+    """Wait until all of a directory is on the disk, and its name: a power cut would leave empty files."""
+    for path in (*directory.rglob("*"), directory, directory.parent):
+        number = os.open(path, os.O_RDONLY)
+        os.fsync(number)
+        os.close(number)
 
 
 def json_line(value):

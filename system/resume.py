@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from system.arguments import KNOWN, MODELS, fail, unread
-from system.files import digest_of_file, digests_of_model, hold
+from system.files import digest_of_file, digests_of_model, hold, steps_in
 
 MAY_CHANGE = {flag for flag, known in KNOWN.items() if known.resume == "may change"}  # when a run resumes
 DATA = {flag for flag, known in KNOWN.items() if known.resume == "may begin"}  # and another run begins
@@ -57,7 +57,7 @@ def open_run(args):
     if not (checkpoint / "trainer_state.json").is_file():
         fail(f"--resume {args.resume}: not a checkpoint, it has no trainer_state.json")
     remedy = f"to begin with its weights, pass --model {checkpoint}/hf in its place"
-    refuse_other_program(checkpoint.parents[1], checkpoint, args, f"--resume {args.resume} is of", remedy)
+    refuse_other_program(checkpoint.parent.parent, checkpoint, args, f"--resume {args.resume} is of", remedy)
     changes = differences(checkpoint, args, MAY_CHANGE | DATA)
     if changes:
         fail(f"--resume {args.resume} is of a run with other arguments ({changes}): pass those")
@@ -67,13 +67,13 @@ def open_run(args):
 def newest(out):
     """The checkpoint that a run in this directory resumes from, or None.
 
-    A copy of a run may lack the link `latest`.
+    A copy of a run may lack the link `latest`, have a copy of what it points at, or a text.
     """
     latest = out / "checkpoints/latest"
-    if latest.exists():
+    if (latest.is_symlink() and latest.exists()) or (latest / "trainer_state.json").is_file():
         return latest.resolve()
-    whole = [state.parent for state in out.glob("checkpoints/step_*/trainer_state.json")]
-    return max(whole, default=None)
+    whole = [path for path in steps_in(out / "checkpoints") if (path / "trainer_state.json").is_file()]
+    return whole[-1] if whole else None
 
 
 def without_links(name):
@@ -104,7 +104,7 @@ def program(args):
 def saved(checkpoint):
     """The flags of the run of a checkpoint, and `content` of then."""
     found = read_dict(checkpoint / "trainer_state.json").get("content", {})
-    flags = found.get("flags") or read_dict(checkpoint.parents[1] / "args.json")  # of an older one
+    flags = found.get("flags") or read_dict(checkpoint.parent.parent / "args.json")  # of an older one
     flags.pop("program", None)
     return flags, found
 

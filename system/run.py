@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from system import ranks
 from system.arguments import fail
-from system.checkpoints import load_checkpoint, read_state, write_checkpoint
-from system.files import json_line, replacing
+from system.checkpoints import damaged, load_checkpoint, read_state, write_checkpoint
+from system.files import json_line, replacing, steps_in
 from system.ranks import all_reduce, leave, ranks_on
 from system.resume import content, open_run, program
 from system.tracker import TEXTS, open_tracker
@@ -73,9 +73,11 @@ class Run:
         self.say(summary)
         if self.step < total_steps:
             return
-        if self.step > total_steps or self.checkpoint.parents[1] != self.out.resolve():
+        if self.step > total_steps or self.checkpoint.parent.parent != self.out.resolve():
             steps = f"{self.step} steps, and this run has {total_steps}"
             fail(f"{self.checkpoint} has {steps}: pass more, by --total_steps or --total_epochs")
+        if not (self.checkpoint / "hf").is_dir():
+            damaged(self.checkpoint, "hf/ is missing")
         self.say_end()
         sys.exit()
 
@@ -276,7 +278,7 @@ class Run:
 
 def clean(out, step, args):
     """Make the directory of a run what it was after `step`, with args.json of now: later steps come again."""
-    for checkpoint in out.glob("checkpoints/step_*"):
+    for checkpoint in steps_in(out / "checkpoints"):
         if not (checkpoint / "trainer_state.json").exists():  # its last file: a kill left it unfinished
             shutil.rmtree(checkpoint)
     metrics = out / "metrics.jsonl"
