@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import runpy
+import shutil
 import ssl
 import subprocess
 import sys
@@ -436,6 +437,9 @@ def test_a_run_without_a_step_left_loads_nothing(total, tmp_path, capsys):
     for line in lines[done:]:
         assert line.startswith(nothing_to_train)
     assert lines[0] is None or not done
+    shutil.rmtree(checkpoint / "hf")
+    with pytest.raises(SystemExit, match=r"is damaged, or of another model \(hf/ is missing\): point"):
+        Run(Tracked(str(tmp_path / "run"))).plan(4, "8 rows")
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ import pytest
 import torch
 from conftest import changed, load_policy, load_weights, make_args
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2Model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GPT2Config, GPT2Model
 
 from algos import dpo, grpo, grpo_nano
 from data_prep.tiny_model import make_tokenizer
 from system import checkpoints
 from system.batches import token_logps
-from system.families import from_files
-from system.files import digests_of_model
+from system.families import from_files, hf_overrides, to_files
+from system.files import cut_file, digests_of_model, steps_in
 from system.model import whole_weights
 from tests import families
 
@@ -85,8 +85,7 @@ def test_each_weight_keeps_the_dtype_of_its_file(family, script, said, mesh, tmp
     [file] = half.glob("*.safetensors")
     weights = load_weights(half)
     for i, (name, x) in enumerate(sorted(weights.items())):
-        wide = i % 3 == 0 and "experts" not in name
-        weights[name] = x + 0.01 * torch.randn(x.shape) if wide else x.bfloat16()
+        weights[name] = x.bfloat16() if i % 3 else x + 0.01 * torch.randn(x.shape)
     save_file(weights, file, dict(format="pt"))
     config = json.loads((half / "config.json").read_text())
     for part, kind in ((config, "config"), (config.get("text_config", {}), "text_config")):
@@ -153,9 +152,14 @@ def test_the_newest_checkpoints_are_kept(run):
     shutil.copytree(root / "step_000003", root / "step_000008")
     shutil.copytree(root / "step_000003", root / "step_000009")
     (root / ".latest").symlink_to("step_000003")  # of a kill
+    own = "step_000002_best", "step_000003_bf16", "step_notes", "step_000001.tar"  # a user's
+    for name in own[:3]:
+        (root / name).mkdir()
+    (root / own[3]).touch()
     save(4)
-    assert steps() == ["step_000003", "step_000004", "step_000008", "step_000009"]
+    assert steps() == sorted([*own, "step_000003", "step_000004", "step_000008", "step_000009"])
     assert os.readlink(root / "latest") == "step_000004"
+    assert [path.name for path in steps_in(root)] == [name for name in steps() if name not in own]
 
 
 def test_a_digest_is_that_of_the_weights(model, tmp_path):
@@ -166,6 +170,27 @@ def test_a_digest_is_that_of_the_weights(model, tmp_path):
     lm.save_pretrained(other)
     expected = digests_of_model(model("llama"))
     assert digests_of_model(str(moved)) == expected != digests_of_model(str(other))
+
+
+def test_files_with_newer_names_keep_their_dtypes(tmp_path):
+    """Those of the model, which transformers reads, and writes as older ones; a norm is not rounded."""
+    families.write("mistral3", tmp_path)
+    [file] = tmp_path.glob("*.safetensors")
+    lm = families.build("mistral3")
+    newer = {}
+    expected = {}
+    for key, x in lm.state_dict().items():
+        [name] = to_files(lm)({key: x})
+        newer[key] = expected[name] = x + 0.01 * torch.randn(x.shape) if "norm" in key else x.bfloat16()
+    assert expected.keys() == load_weights(tmp_path).keys() != newer.keys()
+    save_file(newer, file, dict(format="pt"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(dtype="bfloat16")))
+    lm = from_files(AutoModelForImageTextToText, str(tmp_path))
+    found = dict(whole_weights(lm, torch.float32))
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert lm.file_dtypes[name] == x.dtype and torch.equal(found[name], x.float()), name
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
@@ -185,3 +210,34 @@ def test_files_of_a_base_model_keep_their_dtypes(file, tmp_path):
     assert torch.equal(lm.transformer.h[0].ln_1.weight, wide)
     assert lm.file_dtypes["transformer.h.0.ln_1.weight"] == torch.float32
     assert lm.file_dtypes["transformer.wte.weight"] == torch.bfloat16
+
+
+def test_a_download_that_was_cut_is_named(model, tmp_path):
+    directory = shutil.copytree(model("llama"), tmp_path / "model")
+    assert cut_file(directory) is None
+    whole = (directory / "model.safetensors").read_bytes()
+    for size in (0, 4, 100, len(whole) - 1):
+        (directory / "model.safetensors").write_bytes(whole[:size])
+        assert cut_file(directory) == "model.safetensors"
+    (directory / "model.safetensors").unlink()
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps(dict(weight_map=dict(x="model-00001-of-00001.safetensors"))))
+    assert cut_file(directory) == "model-00001-of-00001.safetensors"
+    index.write_text("[")
+    assert cut_file(directory) == "the index of its weights"
+
+
+def test_an_output_layer_of_its_own_is_found(model, tmp_path):
+    """The configuration says tied; the sampler must have what the trainer has."""
+    directory = shutil.copytree(model("llama"), tmp_path / "model")
+    weights = load_weights(directory)
+    embedding = weights["model.embed_tokens.weight"]
+    found = []
+    for head in (None, embedding, embedding + 1):
+        more = {} if head is None else {"lm_head.weight": head.clone()}
+        save_file(weights | more, directory / "model.safetensors", dict(format="pt"))
+        tied = from_files(AutoModelForCausalLM, str(directory)).config.tie_word_embeddings
+        config = AutoConfig.from_pretrained(directory)
+        change = hf_overrides(config, sees=False)
+        found.append((tied, change(config).tie_word_embeddings))
+    assert found == [(True, True), (True, True), (False, False)]

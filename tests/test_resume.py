@@ -193,10 +193,15 @@ def test_a_run_of_another_script_is_not_resumed(script, begun, tmp_path):
 
 
 def test_a_copy_without_links_goes_on(begun, tmp_path):
-    """`latest` is missing there; and a run that has no checkpoint yet is one of its script all the same."""
+    """`latest` is missing there, or a text; a run without a checkpoint is one of its script all the same."""
     run = tmp_path / "run"
-    (run / "checkpoints/latest").unlink()
+    latest = run / "checkpoints/latest"
+    latest.unlink()
+    shutil.copytree(run / "checkpoints/step_000001", run / "checkpoints/step_000001_best")
     assert resume.open_run(begun).name == "step_000001"
+    latest.write_text("step_000001")
+    assert resume.open_run(begun).name == "step_000001"
+    latest.unlink()
     shutil.rmtree(run / "checkpoints")
     assert resume.open_run(begun) is None
     file = run / "args.json"
