@@ -37,8 +37,11 @@ def read_state(path):
     """The trainer's state of a checkpoint, with the number of its step."""
     try:
         state = json.loads((path / "trainer_state.json").read_text())
-        return dict(state, step=int(state["step"]))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        step = int(state["step"])
+        if step < 0:
+            raise ValueError(f"step {step}")
+        return dict(state, step=step)
+    except (OSError, ValueError, TypeError, LookupError, OverflowError) as error:
         damaged(path, " ".join(str(error).split()))
 
 

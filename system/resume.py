@@ -103,7 +103,8 @@ def program(args):
 
 def saved(checkpoint):
     """The flags of the run of a checkpoint, and `content` of then."""
-    found = read_dict(checkpoint / "trainer_state.json").get("content", {})
+    found = read_dict(checkpoint / "trainer_state.json").get("content")
+    found = found if isinstance(found, dict) else {}
     flags = found.get("flags") or read_dict(checkpoint.parent.parent / "args.json")  # of an older one
     flags.pop("program", None)
     return flags, found

@@ -102,12 +102,12 @@ def _own_folder():
         path.mkdir(mode=0o700)
     found = path.lstat()
     private = stat.S_ISDIR(found.st_mode) and found.st_mode & 0o077 == 0
-    return path if private and found.st_uid == os.getuid() else _folder_of_process()
+    return path if private and found.st_uid == os.getuid() else Path(_folder_of_process().name)
 
 
 @functools.cache
 def _folder_of_process():
-    return Path(tempfile.mkdtemp())
+    return tempfile.TemporaryDirectory()  # it goes with the process
 
 
 def _is_locked(file):
