@@ -72,7 +72,14 @@ from data_prep.lib.schema import read_rows
 from data_prep.lib.source import Source
 from data_prep.lib.templates import given_by, render
 from data_prep.lib.turns import encode_messages
-from system.families import add_older_names, auto_class, save_tokenizer, weights_of_files, wider_weights
+from system.families import (
+    add_older_names,
+    auto_class,
+    correct_ties,
+    save_tokenizer,
+    weights_of_files,
+    wider_weights,
+)
 from system.files import replacing
 
 PRESETS = {"w8a8": "W8A8", "w4a16": "W4A16", "fp8": "FP8_DYNAMIC"}
@@ -237,6 +244,7 @@ def main(args):
                 f"{args.held_out}: no row has a turn of the assistant, so there is no loss to print"
             )
         lm = model_class.from_pretrained(args.model, dtype="auto")
+        correct_ties(lm)
         own = lm.dtype
         if args.scheme == "w4a16":
             lm = lm.bfloat16()  # vLLM's kernels take no float32

@@ -203,11 +203,7 @@ def dequantised(config):
 
 
 def from_files(auto, model, **changes):
-    """The whole weights of a model's files -> the model.
-
-    Its configuration says that weights are tied only if the files have them once. That of Mistral Small 3.1
-    says nothing of its output layer, and transformers takes that for tied.
-    """
+    """The whole weights of a model's files -> the model."""
     whole = dequantised(AutoConfig.from_pretrained(model))
     options = dict(dtype="auto") | whole | changes
     with nullcontext() if "quantization_config" in options else own_dtypes(model):
@@ -218,8 +214,7 @@ def from_files(auto, model, **changes):
         from compressed_tensors.quantization import QuantizationMetadata
 
         lm.apply(QuantizationMetadata.clear_quantization)  # scales
-    if len(lm.all_tied_weights_keys) < len(lm.get_expanded_tied_weights_keys(all_submodels=True)):
-        lm.config.tie_word_embeddings = False
+    correct_ties(lm)
     lm._weight_conversions = None  # the names of hf/, whatever the files have
     lm.file_dtypes = {}
     if not whole:
@@ -227,6 +222,15 @@ def from_files(auto, model, **changes):
         lm.file_dtypes = {name: x.dtype for name, (*_, x) in found.items()}
         say_left_out(lm, model, found)
     return lm
+
+
+def correct_ties(lm):
+    """Its configuration says that weights are tied only if the files have them once.
+
+    That of Mistral Small 3.1 says nothing of its output layer, and transformers takes that for tied.
+    """
+    if len(lm.all_tied_weights_keys) < len(lm.get_expanded_tied_weights_keys(all_submodels=True)):
+        lm.config.tie_word_embeddings = False
 
 
 def directory_of(model):
