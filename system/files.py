@@ -87,7 +87,7 @@ def cut_file(directory):
 
 
 def steps_in(checkpoints):
-    """The directories of steps, the oldest first. Others beside them are a user's own."""
+    """The directories of steps, the oldest first. Others next to them are a user's own."""
     steps = [path for path in checkpoints.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
     return sorted(filter(Path.is_dir, steps), key=lambda path: int(path.name[5:]))
 
