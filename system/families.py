@@ -351,7 +351,7 @@ def has_own_head(model):
     """Whether files have an output layer that is not the embedding, whatever the configuration says."""
     found = {}
     for file in files_of(directory_of(model)):
-        if file.suffix != ".safetensors":  # torch's files have both names, of one weight
+        if file.suffix != ".safetensors" or not file.is_file():  # torch's have both names, of one weight
             return False
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - it is no dict
