@@ -162,6 +162,21 @@ def test_the_newest_checkpoints_are_kept(run):
     assert [path.name for path in steps_in(root)] == [name for name in steps() if name not in own]
 
 
+def test_files_are_on_the_disk_before_latest_points_at_them(run, monkeypatch):
+    """All of them: a power cut may leave what was not synced empty."""
+    save, root = run
+    save(1)
+    synced = set()
+    monkeypatch.setattr(os, "fsync", lambda number: synced.add(os.readlink(f"/proc/self/fd/{number}")))
+
+    def point(path, keep):
+        assert os.readlink(root / "latest") == "step_000001"
+        assert {str(x) for x in (root, path, *path.rglob("*"))} <= synced
+
+    monkeypatch.setattr(checkpoints, "point_latest_at", point)
+    save(2)
+
+
 def test_a_digest_is_that_of_the_weights(model, tmp_path):
     """Wherever they are; one value less makes another model."""
     moved, other = (shutil.copytree(model("llama"), tmp_path / name) for name in ("moved", "other"))
