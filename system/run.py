@@ -197,8 +197,7 @@ class Run:
             return
         if in_terminal:
             tqdm.write(message)
-        with (self.out / "log.txt").open("a") as file:
-            file.write(message + "\n")
+        append(self.out / "log.txt", message + "\n")
 
     def log(self, metrics, **shown):
         """One dict a step; shown: metrics at the progress bar, under shorter names."""
@@ -219,8 +218,7 @@ class Run:
         metrics["training/nonfinite"] = sum(not math.isfinite(value) for value in metrics.values())
         if not self.rank0:
             return
-        with (self.out / "metrics.jsonl").open("a") as file:
-            file.write(json_line(metrics))
+        append(self.out / "metrics.jsonl", json_line(metrics))
         if self.step == self.first and "timing_s/step" in metrics:
             self.say(self.at_stake(metrics["timing_s/step"]))
         postfix = {short: f"{metrics[name]:.4g}" for short, name in shown.items()}
@@ -274,6 +272,14 @@ class Run:
         self.say(f"step {self.step} of {self.total}, {done}")
         self.say(f"weights: {weights}")
         self.say(f"report:  python algos/report.py {self.out}")
+
+
+def append(path, text):
+    try:
+        with path.open("a") as file:
+            file.write(text)
+    except OSError as error:  # as of a full disk
+        fail(f"{path} cannot be written: {error}")
 
 
 def clean(out, step, args):
