@@ -279,7 +279,7 @@ def put(setting, value):
     except (TypeError, ValueError, RuntimeError):
         if isinstance(value, dict):
             write(**value)
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple) and not which:
             write(*value)
         else:
             raise
