@@ -364,7 +364,7 @@ def no_model(values, flags=MODELS, file="config.json"):
             from system.files import cut_file  # it imports this module
 
             if os.path.isdir(name) and (cut := cut_file(Path(name))):
-                return f"--{flag} {name}: {cut} is missing or damaged: copy or download it again"
+                return f"--{flag} {name}: {cut} cannot be read whole: copy or download it again"
             import huggingface_hub as hub  # takes 0.5 s
 
             try:  # one request: the hub's own downloads try for 20 s

@@ -139,5 +139,6 @@ def point_latest_at(path, keep):
 
 def remove(checkpoint):
     """Delete a checkpoint; its last file first: one that is half deleted counts as unfinished."""
-    (checkpoint / "trainer_state.json").unlink(missing_ok=True)
-    shutil.rmtree(checkpoint, ignore_errors=True)
+    if checkpoint.exists():
+        (checkpoint / "trainer_state.json").unlink(missing_ok=True)
+        shutil.rmtree(checkpoint)

@@ -249,7 +249,8 @@ def weights_of_files(model, lm):
     converters = [x for x in rules if not isinstance(x, WeightRenaming)]
     own = lm.state_dict(keep_vars=True)
     convert = to_files(lm)
-    names = {key: [*convert({key: x.to("meta")})] for key, x in own.items()}
+    empty = partial(torch.empty, device="meta")  # a weight of 4 bits cannot be moved there
+    names = {key: [*convert({key: empty(x.shape)})] for key, x in own.items()}
     found = {}
     for file in files_of(directory_of(model)):
         for there, x in load_state_dict(str(file), map_location="meta").items():

@@ -67,7 +67,7 @@ def files_of(directory):
 
 
 def cut_file(directory):
-    """The name of a file of a model's weights that is missing, cut or damaged, as after a broken download."""
+    """The name of a file of a model's weights that cannot be read whole, as after a broken download."""
     try:
         files = files_of(directory)
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -77,7 +77,8 @@ def cut_file(directory):
             return file.name
         if file.suffix != ".safetensors":
             continue
-        with file.open("rb") as opened, contextlib.suppress(ValueError, LookupError, TypeError):
+        wrong = OSError, ValueError, LookupError, TypeError, AttributeError
+        with contextlib.suppress(*wrong), file.open("rb") as opened:
             begin = 8 + int.from_bytes(opened.read(8), "little")  # of the weights, behind a header in JSON
             header = json.loads(opened.read(min(begin - 8, 10**8)))
             ends = [x["data_offsets"][1] for name, x in header.items() if name != "__metadata__"]

@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import ssl
 import subprocess
 import sys
@@ -416,6 +417,26 @@ def test_how_a_run_ends(steps, said, tmp_path, monkeypatch):
     log = (tmp_path / "run/log.txt").read_text()
     assert log.startswith("8 rows\n") and f"step {steps}: updates were skipped" in log
     assert f"step {steps} of 6, {said}" in log
+    (tmp_path / "run/metrics.jsonl").unlink()
+    (tmp_path / "run/metrics.jsonl").mkdir()  # as a full disk
+    with pytest.raises(SystemExit, match=r"^error: .*metrics\.jsonl cannot be written: "):
+        run.log({})
+
+
+def test_a_run_that_fails_ends_by_the_next_signal(tmp_path):
+    """Nothing is left to save; something of a user's may keep the process."""
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        with pytest.raises(RuntimeError), Run(Tracked(str(tmp_path / "run"))) as run:
+            run.total = 1
+            for number in numbers:
+                signal.signal(number, run.on_signal)
+            raise RuntimeError
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 2
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("total", [4, 3])

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from algos import dpo, grpo, grpo_nano
 from data_prep.tiny_model import make_tokenizer
 from system import checkpoints
+from system.arguments import no_model
 from system.batches import token_logps
 from system.families import from_files, hf_overrides, to_files
 from system.files import cut_file, digests_of_model, steps_in
@@ -162,6 +163,29 @@ def test_the_newest_checkpoints_are_kept(run):
     assert [path.name for path in steps_in(root)] == [name for name in steps() if name not in own]
 
 
+def test_a_half_deleted_checkpoint_is_unfinished(run, monkeypatch):
+    """And that it could not be deleted is said."""
+
+    def fails(path):
+        raise OSError(f"{path.name} is busy")
+
+    save, root = run
+    for step in (1, 2):
+        save(step)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", fails)
+        with pytest.raises(SystemExit, match="step_000001 is busy"):
+            save(3)
+    assert not (root / "step_000001/trainer_state.json").exists()
+
+
+@pytest.mark.parametrize("text", ("", "null", "[]", "{}", '{"step": "x"}', '{"step": 1e400}', '{"step": -3}'))
+def test_a_state_that_is_none_is_one_line(text, tmp_path):
+    (tmp_path / "trainer_state.json").write_text(text)
+    with pytest.raises(SystemExit, match=r"is damaged, or of another model \(.+\): point"):
+        checkpoints.read_state(tmp_path)
+
+
 def test_files_are_on_the_disk_before_latest_points_at_them(run, monkeypatch):
     """All of them: a power cut may leave what was not synced empty."""
     save, root = run
@@ -231,9 +255,12 @@ def test_a_download_that_was_cut_is_named(model, tmp_path):
     directory = shutil.copytree(model("llama"), tmp_path / "model")
     assert cut_file(directory) is None
     whole = (directory / "model.safetensors").read_bytes()
-    for size in (0, 4, 100, len(whole) - 1):
-        (directory / "model.safetensors").write_bytes(whole[:size])
+    list_for_header = (2).to_bytes(8, "little") + b"[]"
+    for damaged in (b"", whole[:4], whole[:100], whole[:-1], list_for_header):
+        (directory / "model.safetensors").write_bytes(damaged)
         assert cut_file(directory) == "model.safetensors"
+    line = f"--teacher {directory}: model.safetensors cannot be read whole: copy or download it again"
+    assert no_model(dict(teacher=(str(directory),))) == line
     (directory / "model.safetensors").unlink()
     index = directory / "model.safetensors.index.json"
     index.write_text(json.dumps(dict(weight_map=dict(x="model-00001-of-00001.safetensors"))))

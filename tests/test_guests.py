@@ -2,11 +2,14 @@
 
 import gc
 import io
+import multiprocessing
 import os
 import re
 import signal
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy.random  # noqa: F401 - whose state a guest may change
 import pyarrow.parquet as pq
@@ -16,6 +19,7 @@ from conftest import ROOT, changed, hf, run, same
 from rewards.manager import RewardManager
 from rewards.manager.combined import load_rewards
 from system import plugins
+from system.ranks import leave
 from tests.workers.guests import KINDS
 
 REWARD = ROOT / "tests/guest_reward.py"
@@ -162,6 +166,30 @@ def test_a_thread_that_a_guest_leaves_holds_up_no_end():
         thread.start()
     assert thread.daemon and not threading.current_thread().daemon
     end.set()
+
+
+def test_what_a_guest_leaves_is_let_go(monkeypatch):
+    """A call that hangs in a pool, and a process: Python would wait for both at its end."""
+    end = threading.Event()
+    with plugins.guest("leaves"):
+        pool = ThreadPoolExecutor(1)
+        pool.submit(end.wait)
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+    [worker] = pool._threads
+    assert worker in plugins.pools._threads_queues
+    plugins.let_go()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL and worker not in plugins.pools._threads_queues
+    end.set()
+    assert plugins.let_go in [call.func for call in threading._threading_atexits]
+    done = []
+    monkeypatch.setattr("system.ranks.let_go", lambda: done.append("let go"))
+    monkeypatch.setattr("system.ranks.dist.barrier", lambda: None)
+    monkeypatch.setattr("system.ranks.atexit._run_exitfuncs", lambda: done.append("exit functions"))
+    monkeypatch.setattr(os, "_exit", done.append)
+    leave(3)
+    assert done == ["let go", "exit functions", 3]
 
 
 def test_a_stream_that_a_guest_has_wrapped(capfd):

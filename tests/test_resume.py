@@ -8,6 +8,7 @@ import subprocess
 import sys
 from ast import literal_eval
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -247,6 +248,14 @@ def test_flags_are_compared_without_args_json(begun, tmp_path, lost):
     assert resume.open_run(begun)
     with pytest.raises(SystemExit, match="--seed 1 there, 7 now"):
         resume.open_run(replace(begun, seed=7))
+
+
+def test_a_checkpoint_may_be_anywhere(tmp_path):
+    """Also where a machine mounts it, without a run around it; what its file does not say is not compared."""
+    assert resume.saved(Path("/checkpoint")) == ({}, {})
+    for content in ([], None, "x"):
+        (tmp_path / "trainer_state.json").write_text(json.dumps(dict(step=1, content=content)))
+        assert resume.saved(tmp_path) == ({}, {})
 
 
 def test_what_is_no_line_of_metrics_goes(tmp_path):

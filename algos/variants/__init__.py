@@ -12,7 +12,7 @@ def mine(score_n, group_n, length_n, parts):  # score, group number and trained 
     return adv_n  # of each response; parts: a weight and the scores [N] for each --reward_fn
 
 What both return is looked at: finite tensors of one shape, and no argument changed in place. Both are
-tried on made-up rows before the run, an estimator also at each step.
+tried on made-up rows before the run, an estimator also at each step, and the shape of a loss at each call.
 """
 
 import ast
